@@ -1,0 +1,81 @@
+"""Every check of the project, for a developer's machine and for CI alike: run `nox`.
+
+`nox` runs lint, types, tests (on the Python that runs nox) and, where the machine has a newer Python, a fast
+part of the tests on the newest one and the newest JAX that it takes. What follows `--` goes to pytest, as in
+`nox -s tests -- -k planning`.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_missing_interpreters = True
+
+
+def newest_python() -> str | None:
+    """Path of the newest released Python on PATH or under pyenv, None unless newer than the running one."""
+    names = [f"python3.{minor}" for minor in range(sys.version_info.minor + 1, 30)]
+    on_path = [Path(found) for name in names if (found := shutil.which(name))]
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    candidates = on_path + list(pyenv.glob("3.*/bin/python"))
+    versions = {version: path for path in candidates if (version := _release(path)) is not None}
+    newest = max(versions, default=(0, 0))
+    return str(versions[newest]) if newest > sys.version_info[:2] else None
+
+
+def _release(python: Path) -> tuple[int, int] | None:
+    """(major, minor) of a final release that starts, else None: pyenv's shims of inactive versions don't."""
+    answer = subprocess.run([python, "--version"], capture_output=True, text=True, check=False)
+    match = re.fullmatch(r"Python (\d+)\.(\d+)\.\d+", answer.stdout.strip())
+    return (int(match[1]), int(match[2])) if match else None
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff: rules and formatting."""
+    session.install(*_pinned("ruff"))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Mypy over the packages."""
+    session.install("-e", ".", *_pinned("mypy"))
+    session.run("mypy")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The whole test suite."""
+    session.install("-e", ".[test]")
+    session.run("pytest", *session.posargs)
+
+
+NEWEST = newest_python()
+
+
+@nox.session(name="tests-newest", python=NEWEST)
+def tests_newest(session: nox.Session) -> None:
+    """The fast tests on the newest Python and JAX, so that a deprecation is seen early."""
+    if NEWEST is None:
+        session.skip("this machine has no newer Python than {}.{}".format(*sys.version_info))
+    session.install("--upgrade", "--upgrade-strategy=eager", "-e", ".[test]")
+    session.run(
+        "python", "-c", "import sys, jax; print('Python', *sys.version_info[:3], 'JAX', jax.__version__)"
+    )
+    session.run("pytest", "-m", "not slow and not demo", *session.posargs)
+
+
+def _pinned(*tools: str) -> list[str]:
+    """The requirements of `tools` as the dev extra pins them, so that one place names the versions."""
+    dev = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["dev"]
+    return [line for line in dev if re.match(r"[\w-]+", line)[0] in tools]
