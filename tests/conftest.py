@@ -1,0 +1,23 @@
+"""Settings of the whole suite: strict shapes and dtypes in JAX, repeatable examples, compiled programs kept.
+
+The default Hypothesis profile tries the same examples every time; `pytest --hypothesis-profile=search` looks
+for new ones.
+"""
+
+import os
+import tempfile
+
+# Before JAX is imported, and in the environment, so that the programs which tests start see it too.
+_cache = tempfile.TemporaryDirectory(prefix="jaxengine-tests-", ignore_cleanup_errors=True)
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile("search", deadline=None, print_blob=True, max_examples=1000)
+hypothesis.settings.load_profile("repeat")
