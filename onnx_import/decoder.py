@@ -1,0 +1,162 @@
+"""A decoder as a pure function: parameters and tokens in, logits and staged keys and values out."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from onnx_import.errors import UnsupportedGraph
+from onnx_import.folder import FolderConfig
+from onnx_import.model_folder import ModelFolder
+from onnx_import.plan import Plan, PlannedCall, make_plan, survey
+from onnx_import.protocols import Attention, AttentionSpec
+from onnx_import.registry import Environment
+from onnx_import.weights import WeightFiles, model_identity
+
+WeightMode = Literal["exact", "fast"]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """An imported model. `params` is a pytree of weights to pass to `apply`; nothing else is held on a device.
+
+    `layers` are the attention layers in layer order, `vocab_size` the width of the logits, `identity` a short
+    hash that recognises the model and the way its weights are held.
+    """
+
+    layers: tuple[AttentionSpec, ...]
+    vocab_size: int
+    params: dict[str, Any]
+    identity: str
+    plan: Plan
+
+    def apply(
+        self,
+        params: Mapping[str, Any],
+        tokens: jax.Array,
+        positions: jax.Array,
+        attention: Attention,
+        logits_rows: jax.Array,
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Run tokens int32 [T] at positions int32 [T], all packed in one row; pure, to be traced under jit.
+
+        Returns float32 logits [R, vocab] of the tokens named by logits_rows int32 [R] and what attention
+        staged, one entry a layer. A token's logits have the same bits whatever T, R and the other tokens are,
+        for T and R of at least 2 and an attention of which that is true. Token ids past the embedding,
+        positions past the rotary cache and rows past T give NaN.
+        """
+        logits, staged = run_plan(self.plan, params, tokens, positions, attention, logits_rows)
+        return logits, tuple(staged[spec.layer] for spec in self.layers)
+
+
+def run_plan(
+    plan: Plan,
+    params: Mapping[str, Any],
+    tokens: jax.Array,
+    positions: jax.Array,
+    attention: Attention,
+    logits_rows: jax.Array,
+) -> tuple[jax.Array, dict[int, Any]]:
+    """`Decoder.apply`, with staged values by layer."""
+    axis = plan.token_axis
+    shape = (1,) * axis + tokens.shape
+    env = Environment(positions, attention)
+    values = {plan.input_ids: tokens.reshape(shape), plan.position_ids: positions.reshape(shape)}
+    _run_calls(plan.head, values, params, env)
+    # From here on only the wanted rows exist, so the last layer's tail and the head cost R rows, not T.
+    selected = {name: jnp.take(values[name], logits_rows, axis=axis, mode="fill") for name in plan.cut}
+    _run_calls(plan.tail, selected, params, env)
+    logits = selected[plan.logits]
+    return logits.reshape(-1, logits.shape[-1]).astype(jnp.float32), env.staged
+
+
+def _run_calls(
+    calls: Sequence[PlannedCall], values: dict[str, jax.Array], params: Mapping[str, Any], env: Environment
+) -> None:
+    for planned in calls:
+        arguments: dict[str, Any] = {rule.name: None for rule in planned.operator.inputs}
+        arguments.update((name, values[source]) for name, source in planned.values.items())
+        arguments.update((name, params[key]) for name, key in planned.params.items())
+        node = planned.call.node
+        try:
+            results = planned.operator.run(planned.call, arguments, env)
+        except (TypeError, ValueError) as error:
+            error.add_note(f"while running {node.label}")
+            raise
+        values.update(zip(node.outputs, results, strict=False))
+
+
+def import_decoder(folder: ModelFolder, weights: WeightMode = "exact") -> Decoder:
+    """Turn a folder's graph into a decoder and load its weights.
+
+    `weights` says how int4 and int8 weights are held: "exact" dequantises each block to float32, "fast"
+    requantises to int8 with a scale an output row and multiplies by integers. Float weights are the same in both.
+
+    Raises UnsupportedGraph, before any weight is read, listing everything that isn't supported; WeightError
+    when a tensor's data isn't there.
+    """
+    if weights not in ("exact", "fast"):
+        raise ValueError(f"weights={weights!r} isn't a way to hold weights; use 'exact' or 'fast'.")
+    surveyed = survey(folder.graph, folder.manifest)
+    if surveyed.problems:
+        raise UnsupportedGraph(str(folder.graph.file), surveyed.problems)
+    plan = make_plan(folder.graph, folder.manifest, surveyed, weights)
+    layers, vocab_size = _dry_run(plan, folder)
+    files = WeightFiles(folder.graph)
+    files.check(plan.tensors)
+    identity = model_identity(folder.graph, files.paths(plan.tensors), weights)
+    return Decoder(layers, vocab_size, load_params(plan, files), identity, plan)
+
+
+def load_params(plan: Plan, files: WeightFiles) -> dict[str, Any]:
+    """Build the parameters one at a time, so that one tensor at most exists twice in host memory."""
+    params = {}
+    for key, weight in plan.weights.items():
+        built = weight.build(*(files.read(tensor) for tensor in weight.sources))
+        # A copy always: arrays that alias the mapped file would change, or fault, when the file does.
+        params[key] = jax.tree.map(lambda array: jax.block_until_ready(jnp.array(array, copy=True)), built)
+    return params
+
+
+def _dry_run(plan: Plan, folder: ModelFolder) -> tuple[tuple[AttentionSpec, ...], int]:
+    """Trace the plan on shapes alone: finds each layer's geometry and any node whose shapes don't fit."""
+    specs: dict[int, AttentionSpec] = {}
+
+    def attention(spec: AttentionSpec, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+        specs[spec.layer] = spec
+        return query, None
+
+    def run(params: Any, tokens: jax.Array, rows: jax.Array) -> jax.Array:
+        return run_plan(plan, params, tokens, tokens, attention, rows)[0]
+
+    tokens, rows = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (5, 3))
+    structs = {key: weight.struct for key, weight in plan.weights.items()}
+    try:
+        logits = jax.eval_shape(run, structs, tokens, rows)
+    except (TypeError, ValueError) as error:
+        where = " ".join(getattr(error, "__notes__", ()))
+        raise UnsupportedGraph(str(folder.graph.file), [f"{where}: {str(error).splitlines()[0]}"]) from None
+    _check_widths(folder.config, logits.shape, rows.shape[0], plan, folder)
+    return tuple(specs[layer] for layer in sorted(specs)), logits.shape[1]
+
+
+def _check_widths(
+    config: FolderConfig, logits: tuple[int, ...], rows: int, plan: Plan, folder: ModelFolder
+) -> None:
+    problems = []
+    if logits[0] != rows:
+        problems.append(f"its last layers turn {rows} selected rows into {logits[0]}")
+    if logits[1] < config.vocab_size:
+        problems.append(f"its logits are {logits[1]} wide, below the configuration's vocabulary of {config.vocab_size}")
+    for planned in plan.head:
+        key = planned.params.get("cos_cache")
+        if key is not None and np.shape(plan.weights[key].struct)[0] < config.context_length:
+            problems.append(
+                f"{planned.call.node.label} has a rotary cache of {np.shape(plan.weights[key].struct)[0]} positions, "
+                f"below the context length of {config.context_length}"
+            )
+    if problems:
+        raise UnsupportedGraph(str(folder.graph.file), problems)

@@ -1,0 +1,187 @@
+"""From graph to plan: which calls run, in which order, where rows are selected, and all that isn't supported.
+
+Planning reads no weight data. A plan is a list of calls over named values; nothing in it is traced.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from onnx_import.folder import DecoderManifest, layer_pattern
+from onnx_import.graph import Graph, Node, Tensor, live_nodes
+from onnx_import.ops import REGISTRY
+from onnx_import.registry import Call, Operator, Role, WeightPlan, reads, resolve
+
+
+@dataclass(frozen=True)
+class PlannedCall:
+    """A call with, for each of its operator's inputs by name, where the value comes from."""
+
+    call: Call
+    operator: Operator
+    values: Mapping[str, str]
+    """Input name to the name of an activation."""
+    params: Mapping[str, str]
+    """Input name to the key of a parameter."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`head` runs on every token and ends with the last attention; then `cut` values keep the selected rows
+    only, and `tail` runs on those. `token_axis` is the axis of tokens in activations: 1 where input_ids is 2-D.
+    """
+
+    input_ids: str
+    position_ids: str
+    logits: str
+    token_axis: int
+    head: tuple[PlannedCall, ...]
+    cut: tuple[str, ...]
+    tail: tuple[PlannedCall, ...]
+    weights: Mapping[str, WeightPlan]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Every tensor of the file that the plan reads, once."""
+        found = {tensor.key: tensor for plan in self.weights.values() for tensor in plan.sources}
+        return tuple(found.values())
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What a graph needs: its live nodes with their operators (None where unknown), and every problem."""
+
+    nodes: tuple[tuple[Node, Operator | None], ...]
+    calls: tuple[tuple[Call, Operator], ...]
+    problems: tuple[str, ...]
+
+
+def survey(graph: Graph, manifest: DecoderManifest) -> Survey:
+    """Check all live nodes against the registry; collects every problem instead of stopping at the first."""
+    problems = list(_manifest_problems(manifest))
+    operators = {node.outputs[0]: _find(graph, node) for node in graph.nodes}
+    roots = {manifest.logits, *graph.outputs}
+    if manifest.logits not in graph.outputs:
+        problems.append(f"the graph has no output {manifest.logits!r}")
+    needed = {node.outputs[0]: reads(operators[node.outputs[0]], node) for node in graph.nodes}
+    live = live_nodes(graph.nodes, roots, needed)
+    layers = _attention_layers(live, operators, manifest, problems)
+    calls = []
+    for node in live:
+        operator = operators[node.outputs[0]]
+        if operator is None:
+            problems.append(f"{node.label} isn't supported at opset {graph.opsets.get(node.domain, 1)}")
+            continue
+        found: list[str] = []
+        call = resolve(operator, node, graph.tensors, layers.get(node.outputs[0], -1), found)
+        if not found and operator.check is not None:
+            found += operator.check(call, constants(operator, node, graph))
+        problems += found
+        calls.append((call, operator))
+    problems += _unknown_sources(graph, manifest, live, needed)
+    pairs = tuple((node, operators[node.outputs[0]]) for node in live)
+    return Survey(pairs, tuple(calls), tuple(dict.fromkeys(problems)))
+
+
+def constants(operator: Operator, node: Node, graph: Graph) -> dict[str, Tensor]:
+    """The node's constant inputs by the operator's name for them."""
+    pairs = zip(operator.inputs, node.inputs, strict=False)
+    return {rule.name: graph.tensors[name] for rule, name in pairs if name in graph.tensors}
+
+
+def make_plan(graph: Graph, manifest: DecoderManifest, surveyed: Survey, mode: str) -> Plan:
+    """Order the calls of a graph without problems and plan its parameters for a weight mode."""
+    weights: dict[str, WeightPlan] = {}
+    calls = [_planned(call, operator, graph, mode, weights) for call, operator in surveyed.calls]
+    head, cut, tail = _split(calls, manifest.logits)
+    shape = graph.inputs[manifest.input_ids][1]
+    return Plan(
+        manifest.input_ids, manifest.position_ids, manifest.logits, len(shape) - 1, head, cut, tail, weights
+    )
+
+
+def _find(graph: Graph, node: Node) -> Operator | None:
+    return REGISTRY.find(node.domain, node.op_type, graph.opsets.get(node.domain, 1))
+
+
+def _manifest_problems(manifest: DecoderManifest) -> Iterator[str]:
+    for group in manifest.state_groups:
+        if group.kind != "paged_kv":
+            yield f"the state group {group.kind!r} of layers {list(group.layer_ids)} isn't supported"
+    if sum(group.kind == "paged_kv" for group in manifest.state_groups) != 1:
+        yield "exactly one state group 'paged_kv' is supported"
+    if manifest.sliding_window:
+        yield "the configuration's 'sliding_window' isn't supported"
+
+
+def _attention_layers(
+    live: tuple[Node, ...],
+    operators: Mapping[str, Operator | None],
+    manifest: DecoderManifest,
+    problems: list[str],
+) -> dict[str, int]:
+    """First output of each attention node to its layer, read from the name of its key cache."""
+    pattern, layers = layer_pattern(manifest.past_key), {}
+    for node in live:
+        operator = operators[node.outputs[0]]
+        if operator is None or not operator.is_attention:
+            continue
+        match = pattern.fullmatch(node.inputs[3]) if len(node.inputs) > 3 else None
+        if match is None:
+            problems.append(f"{node.label} reads no cache named like {manifest.past_key!r}")
+        elif int(match[1]) in layers.values():
+            problems.append(f"{node.label} reads the cache of layer {match[1]}, as another node does")
+        else:
+            layers[node.outputs[0]] = int(match[1])
+    expected = {layer for group in manifest.state_groups if group.kind == "paged_kv" for layer in group.layer_ids}
+    for layer in sorted(expected.symmetric_difference(layers.values())):
+        where = "the graph" if layer in expected else "the configuration's 'paged_kv' group"
+        problems.append(f"layer {layer} has no attention in {where}")
+    return layers
+
+
+def _unknown_sources(
+    graph: Graph, manifest: DecoderManifest, live: tuple[Node, ...], needed: Mapping[str, tuple[str, ...]]
+) -> Iterator[str]:
+    """Graph inputs other than tokens and positions that a live node reads, and names that nothing makes."""
+    made = {name for node in live for name in node.outputs} | graph.tensors.keys()
+    made |= {manifest.input_ids, manifest.position_ids}
+    for node in live:
+        for name in needed[node.outputs[0]]:
+            if name not in made:
+                kind = "the graph input" if name in graph.inputs else "the undefined value"
+                yield f"{node.label} reads {kind} {name!r}, which isn't supported"
+    if len(graph.inputs.get(manifest.input_ids, (None, ()))[1]) not in (1, 2):
+        yield f"the graph has no input {manifest.input_ids!r} of rank 1 or 2"
+
+
+def _planned(
+    call: Call, operator: Operator, graph: Graph, mode: str, weights: dict[str, WeightPlan]
+) -> PlannedCall:
+    tensors = constants(operator, call.node, graph)
+    own = dict(operator.weights(call, tensors, mode)) if operator.weights else {}
+    values: dict[str, str] = {}
+    for rule, name in zip(operator.inputs, call.node.inputs, strict=False):
+        if rule.role is Role.VALUE and rule.name in tensors:
+            own[rule.name] = WeightPlan.plain(tensors[rule.name])
+        elif rule.role is Role.VALUE and name:
+            values[rule.name] = name
+    weights.update((plan.key, plan) for plan in own.values())
+    return PlannedCall(call, operator, values, {name: plan.key for name, plan in own.items()})
+
+
+def _split(
+    calls: list[PlannedCall], logits: str
+) -> tuple[tuple[PlannedCall, ...], tuple[str, ...], tuple[PlannedCall, ...]]:
+    """Cut the calls where their values begin to depend on the last attention."""
+    last = max(i for i, planned in enumerate(calls) if planned.operator.is_attention)
+    below = {calls[last].call.node.outputs[0]}
+    head, tail = list(calls[: last + 1]), []
+    for planned in calls[last + 1 :]:
+        if below.intersection(planned.values.values()):
+            below.update(planned.call.node.outputs)
+            tail.append(planned)
+        else:
+            head.append(planned)
+    made = {name for planned in tail for name in planned.call.node.outputs}
+    read = {name for planned in tail for name in planned.values.values()} | {logits}
+    return tuple(head), tuple(sorted(read - made)), tuple(tail)

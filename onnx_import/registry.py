@@ -1,0 +1,196 @@
+"""Operators by domain, type and opset, each declaring all that it honours.
+
+Whatever a node carries beyond its operator's declaration (an attribute, a value of it, a non-empty optional
+input, an element type) is a named problem, never ignored.
+"""
+
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from onnx_import.graph import Node, Tensor
+from onnx_import.protocols import Attention
+
+FLOATS = frozenset(("float32", "float16"))
+INTEGERS = frozenset(("int32", "int64"))
+REQUIRED = object()
+
+
+class Role(enum.Enum):
+    """How an operator uses one of its inputs."""
+
+    VALUE = "value"
+    """An activation, or a constant used as it is."""
+    WEIGHT = "weight"
+    """A constant that the operator lays out its own way when loading."""
+    STATIC = "static"
+    """A small integer constant that shapes the program."""
+    UNREAD = "unread"
+    """Never read: the caller's attention knows better (masks, lengths, caches)."""
+    REFUSED = "refused"
+    """Known, and not implemented: must be absent."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """One input of an operator; `dtypes` binds constants only, activations follow from them."""
+
+    name: str
+    role: Role = Role.VALUE
+    optional: bool = False
+    dtypes: frozenset[str] = FLOATS
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """An honoured attribute: its default, and where not every value is honoured, the ones that are."""
+
+    default: Any = REQUIRED
+    only: tuple[Any, ...] | None = None
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """How one parameter is made from tensors of the file: known without reading any of them.
+
+    `struct` is a pytree of jax.ShapeDtypeStruct, `build` turns the sources' arrays into that pytree.
+    """
+
+    key: str
+    struct: Any
+    sources: tuple[Tensor, ...]
+    build: Callable[..., Any]
+
+    @staticmethod
+    def plain(tensor: Tensor) -> "WeightPlan":
+        """The tensor as it is."""
+        return WeightPlan(tensor.key, jax.ShapeDtypeStruct(tensor.shape, tensor.dtype), (tensor,), np.asarray)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A node checked against its operator: attributes with defaults, static inputs as integers."""
+
+    node: Node
+    attributes: Mapping[str, Any]
+    statics: Mapping[str, tuple[int, ...]]
+    layer: int
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a step gives to operators besides their inputs; `staged` collects attention's second results."""
+
+    positions: jax.Array
+    attention: Attention
+    staged: dict[int, Any] = field(default_factory=dict)
+
+
+Arguments = Mapping[str, Any]
+Run = Callable[[Call, Arguments, Environment], tuple[jax.Array | None, ...]]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator as implemented from opset `since` on.
+
+    `check` yields problems beyond the declarations; `weights` plans the WEIGHT inputs, by input name (inputs it
+    leaves out are consumed by another's plan); `outputs` is how many outputs `run` can fill, `caches` how
+    many after them belong to the caller.
+    """
+
+    domain: str
+    op_type: str
+    since: int
+    inputs: tuple[Input, ...]
+    attributes: Mapping[str, Attribute]
+    run: Run
+    outputs: tuple[int, ...] = (0,)
+    caches: tuple[int, ...] = ()
+    weights: Callable[[Call, Mapping[str, Tensor], str], Mapping[str, WeightPlan]] | None = None
+    check: Callable[[Call, Mapping[str, Tensor]], Iterator[str]] | None = None
+
+    @property
+    def is_attention(self) -> bool:
+        """True for operators that call the attention protocol."""
+        return bool(self.caches)
+
+
+class Registry:
+    """A set of operators; lookup takes the newest one not above the asked opset."""
+
+    def __init__(self, operators: Sequence[Operator]) -> None:
+        self._table: dict[tuple[str, str], list[Operator]] = {}
+        for operator in sorted(operators, key=lambda item: -item.since):
+            self._table.setdefault((operator.domain, operator.op_type), []).append(operator)
+
+    def find(self, domain: str, op_type: str, opset: int) -> Operator | None:
+        """The newest implementation not above `opset`, or None."""
+        return next((op for op in self._table.get((domain, op_type), ()) if op.since <= opset), None)
+
+
+def resolve(
+    operator: Operator, node: Node, tensors: Mapping[str, Tensor], layer: int, problems: list[str]
+) -> Call:
+    """Check a node against its operator, appending every problem found, and fill in defaults."""
+    attributes = _attributes(operator, node, problems)
+    statics = _inputs(operator, node, tensors, problems)
+    for index, name in enumerate(node.outputs):
+        if name and index not in operator.outputs + operator.caches:
+            problems.append(f"{node.label} fills output {index}, which isn't supported")
+    return Call(node, attributes, statics, layer)
+
+
+def _attributes(operator: Operator, node: Node, problems: list[str]) -> dict[str, Any]:
+    values = {name: rule.default for name, rule in operator.attributes.items()}
+    for name, value in node.attributes.items():
+        rule = operator.attributes.get(name)
+        if rule is None:
+            problems.append(f"{node.label} has attribute {name!r}, which isn't known")
+        elif rule.only is not None and value not in rule.only:
+            problems.append(f"{node.label} has {name}={value!r}, which isn't supported")
+        values[name] = value
+    for name, value in values.items():
+        if value is REQUIRED:
+            problems.append(f"{node.label} lacks the attribute {name!r}")
+    return values
+
+
+def _inputs(
+    operator: Operator, node: Node, tensors: Mapping[str, Tensor], problems: list[str]
+) -> dict[str, tuple[int, ...]]:
+    statics: dict[str, tuple[int, ...]] = {}
+    for name in filter(None, node.inputs[len(operator.inputs) :]):
+        problems.append(f"{node.label} has an input {name!r} past the {len(operator.inputs)} that are known")
+    for index, rule in enumerate(operator.inputs):
+        name = node.inputs[index] if index < len(node.inputs) else ""
+        tensor = tensors.get(name)
+        if not name:
+            if not rule.optional and rule.role not in (Role.UNREAD, Role.REFUSED):
+                problems.append(f"{node.label} lacks its input {rule.name!r}")
+        elif rule.role is Role.REFUSED:
+            problems.append(f"{node.label} uses the input {rule.name!r} ({name!r}), which isn't supported")
+        elif rule.role is Role.UNREAD:
+            continue
+        elif tensor is not None and tensor.dtype.name not in rule.dtypes:
+            problems.append(f"{node.label} has {rule.name} {name!r} of type {tensor.dtype.name}, which isn't supported")
+        elif tensor is None and rule.role in (Role.WEIGHT, Role.STATIC):
+            problems.append(f"{node.label} needs its input {rule.name!r} ({name!r}) to be a constant")
+        elif tensor is not None and rule.role is Role.STATIC:
+            if tensor.raw is None:
+                problems.append(f"{node.label} has its {rule.name!r} ({name!r}) in external data, which isn't supported")
+            else:
+                statics[rule.name] = tuple(int(item) for item in np.ravel(tensor.raw))
+    return statics
+
+
+def reads(operator: Operator | None, node: Node) -> tuple[str, ...]:
+    """The names of the inputs that a node reads while running; all of them for an unknown operator."""
+    if operator is None:
+        return tuple(filter(None, node.inputs))
+    unread = {i for i, rule in enumerate(operator.inputs) if rule.role in (Role.UNREAD, Role.REFUSED)}
+    return tuple(name for index, name in enumerate(node.inputs) if name and index not in unread)

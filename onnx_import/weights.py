@@ -1,0 +1,92 @@
+"""Weight data by memory map: resolved beside the model file, never outside its folder, sizes checked first."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from onnx_import.errors import WeightError
+from onnx_import.graph import Graph, Tensor
+
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
+
+def resolve_inside(folder: Path, location: str, what: str) -> Path:
+    """The path of `location` beside the model file.
+
+    Raises WeightError when it is empty, absolute, or leaves the folder by `..` or a symbolic link.
+    """
+    path = folder / location
+    if not location or not path.resolve().is_relative_to(folder.resolve()) or Path(location).is_absolute():
+        raise WeightError(f"{what} points to {path}, outside the model folder {folder}.")
+    return path
+
+
+class WeightFiles:
+    """The external data files of one model, each mapped once and only read."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._folder = graph.file.parent
+        self._maps: dict[str, np.memmap] = {}
+
+    def check(self, tensors: Iterable[Tensor]) -> None:
+        """Raise WeightError for the first tensor whose bytes aren't all there; reads no data."""
+        for tensor in tensors:
+            if tensor.location is not None:
+                self._bytes(tensor)
+
+    def read(self, tensor: Tensor) -> np.ndarray:
+        """The tensor as a read-only view of the file (or of the bytes held in the graph)."""
+        if tensor.raw is not None:
+            return tensor.view(tensor.raw)
+        return tensor.view(self._bytes(tensor).view(tensor.dtype))
+
+    def paths(self, tensors: Iterable[Tensor]) -> tuple[Path, ...]:
+        """The data files that these tensors live in, sorted."""
+        locations = {tensor.location for tensor in tensors if tensor.location is not None}
+        return tuple(self._folder / location for location in sorted(locations))
+
+    def _bytes(self, tensor: Tensor) -> np.ndarray:
+        path = resolve_inside(self._folder, tensor.location or "", f"Tensor {tensor.source!r}")
+        if tensor.length != tensor.nbytes:
+            raise WeightError(
+                f"Tensor {tensor.source!r} of shape {list(tensor.stored)} and type {tensor.dtype} needs "
+                f"{tensor.nbytes} bytes, but {tensor.length} are declared in {path}."
+            )
+        data = self._map(path, tensor)
+        end = tensor.offset + tensor.length
+        if tensor.offset < 0 or end > data.size:
+            raise WeightError(
+                f"Tensor {tensor.source!r} lies at bytes {tensor.offset} to {end} of {path}, "
+                f"which holds {data.size} bytes; the file is truncated or belongs to another model."
+            )
+        return data[tensor.offset : end]
+
+    def _map(self, path: Path, tensor: Tensor) -> np.ndarray:
+        location = str(tensor.location)
+        if location not in self._maps:
+            if not path.is_file():
+                raise WeightError(f"Tensor {tensor.source!r} needs the data file {path}, which doesn't exist.")
+            if path.stat().st_size == 0:
+                return np.empty(0, np.uint8)
+            self._maps[location] = np.memmap(path, dtype=np.uint8, mode="r")
+        return self._maps[location]
+
+
+def model_identity(graph: Graph, paths: Iterable[Path], mode: str) -> str:
+    """A short hash of the graph, the way weights are held, and each data file's name, size and samples.
+
+    Samples (64 evenly spaced blocks of 4 KiB a file) tell fine-tunes of one base apart without reading all.
+    """
+    digest = hashlib.sha256(graph.file.read_bytes())
+    digest.update(mode.encode())
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            for index in range(_SAMPLES):
+                file.seek(index * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:16]
