@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -90,7 +91,7 @@ for package in {PACKAGES}:
 
 def test_every_public_name_is_documented():
     undocumented = [
-        f"{package}.{name}"
+        f"{package.__name__}.{name}"
         for package in map(importlib.import_module, PACKAGES)
         for name in getattr(package, "__all__", ())
         if not is_documented(getattr(package, name), name)
@@ -99,8 +100,8 @@ def test_every_public_name_is_documented():
 
 
 def is_documented(value: object, name: str) -> bool:
-    """Constants need no docstring; a dataclass without one has its signature in that place."""
-    if not callable(value):
+    """A constant needs no docstring; a dataclass without one has its signature in that place."""
+    if not (inspect.isclass(value) or inspect.isroutine(value) or hasattr(value, "__wrapped__")):
         return True
     text = (vars(value).get("__doc__") if isinstance(value, type) else value.__doc__) or ""
     return bool(text) and not text.startswith(f"{name}(")
