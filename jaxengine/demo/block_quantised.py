@@ -50,9 +50,10 @@ class BlockQuantised:
 def from_q4_1(tensor: GgufTensor) -> BlockQuantised:
     """Q4_1 (code * d + m) as 4-bit codes with float zero points -m / d.
 
-    Codes and scales are unchanged, so the only loss is the rounding of the zero point and of the two operations: at
-    most 2 ** -23 of the block's largest magnitude, while code * d + m itself is exact in float32. A block with d = 0
-    is constant: its codes become 0, its zero point -1 and its scale m, which is exact.
+    Codes and scales are unchanged. The weight w = code * d + m itself is exact in float32; what differs is the rounding
+    of the zero point, the subtraction and the product, together at most 2 ** -24 * (|m| + 2 |w|). (Searching the
+    neighbouring floats of both for each block lowered the mean error by a twentieth only.) A block with d = 0 is
+    constant: its codes become 0, its zero point -1 and its scale m, which is exact.
     """
     rows = tensor.data.shape[0]
     blocks = tensor.data.reshape(rows, -1, 4 + BLOCK // 2)

@@ -31,7 +31,7 @@ def is_complete(folder: Path) -> bool:
     try:
         sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):  # absent, or not a manifest
         return False
 
 
@@ -84,7 +84,9 @@ def _seal(folder: Path) -> None:
     """Write the manifest of `folder`'s files and bring all of it to disk."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     manifest = folder / MANIFEST
-    manifest.write_text(json.dumps({path.name: path.stat().st_size for path in files}, indent=2), encoding="utf-8")
+    manifest.write_text(
+        json.dumps({path.name: path.stat().st_size for path in files}, indent=2), encoding="utf-8"
+    )
     for path in (*files, manifest, folder):
         _sync(path)
 

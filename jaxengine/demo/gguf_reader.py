@@ -3,9 +3,11 @@
 Nothing is dequantised and no tensor is copied here: tensors are views of a memory map.
 """
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -71,9 +73,9 @@ class GgufTensor:
 
     def dequantised(self) -> NDArray[np.float32]:
         """The tensor as float32, by the gguf package's own arithmetic: [n], or [rows, columns]."""
-        from gguf import GGMLQuantizationType, quants
-
-        return np.asarray(quants.dequantize(self.data, GGMLQuantizationType[self.kind]), np.float32)
+        gguf = import_gguf()
+        kind = gguf.GGMLQuantizationType[self.kind]
+        return np.asarray(gguf.quants.dequantize(self.data, kind), np.float32)
 
 
 @dataclass(frozen=True)
@@ -97,18 +99,27 @@ class GgufModel:
         return found
 
 
+def import_gguf() -> ModuleType:
+    """The gguf package, which only the making of the demo model needs.
+
+    Raises:
+        DemoModelError: it isn't installed.
+    """
+    try:
+        return importlib.import_module("gguf")
+    except ImportError as error:
+        raise DemoModelError(
+            "The demo model needs the gguf package: run `pip install 'jaxengine[demo]'`."
+        ) from error
+
+
 def read_gguf(path: Path) -> GgufModel:
     """Read the llama model in the GGUF file `path`.
 
     Raises:
         DemoModelError: the gguf package is missing, or the file isn't a llama GGUF with a byte-level BPE tokenizer.
     """
-    try:
-        import gguf
-    except ImportError as error:
-        raise DemoModelError(
-            "The demo model needs the gguf package: run `pip install 'jaxengine[demo]'`."
-        ) from error
+    gguf = import_gguf()
     try:
         reader = gguf.GGUFReader(path)
     except (ValueError, IndexError, OSError) as error:

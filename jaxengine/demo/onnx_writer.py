@@ -39,8 +39,8 @@ def write_onnx(model: GgufModel, folder: Path, report: Report) -> None:
         head = from_q8_0(model.tensor("token_embd.weight", "Q8_0"))
         head_names = graph.quantised("lm_head", head)
         hidden = _embedding(graph, head, head_names)
-        data.add("cos_cache", rotary_caches(shape)[0])
-        data.add("sin_cache", rotary_caches(shape)[1])
+        for name, cache in zip(("cos_cache", "sin_cache"), rotary_caches(shape), strict=True):
+            data.add(name, cache)
         normed = graph.first_norm(hidden, _vector(model, "blk.0.attn_norm.weight"))
         residual = hidden
         for layer in range(shape.layers):
@@ -63,12 +63,12 @@ def write_onnx(model: GgufModel, folder: Path, report: Report) -> None:
 def rotary_caches(shape: LlamaShape) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Cosines and sines, float32 [context_length, head_dim / 2], of position * rope_theta ** (-2i / head_dim).
 
-    The angles are rounded to float32 as the builder and transformers round them.
+    Frequencies and angles are rounded to float32, as the builder and transformers round them.
     """
-    exponents = np.arange(0, shape.head_dim, 2, dtype=np.float32) / np.float32(shape.head_dim)
-    frequencies = np.float32(1) / np.float32(shape.rope_theta) ** exponents
-    angles = np.outer(np.arange(shape.context_length, dtype=np.float32), frequencies)
-    return np.cos(angles), np.sin(angles)
+    powers = shape.rope_theta ** (np.arange(0, shape.head_dim, 2) / shape.head_dim)
+    frequencies = np.float32(1) / powers.astype(np.float32)
+    angles = np.outer(np.arange(shape.context_length, dtype=np.float32), frequencies).astype(np.float64)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 class _Graph:
@@ -141,7 +141,13 @@ class _Graph:
         )
 
     def skip_norm(
-        self, layer: int, name: str, residual: str, delta: str, weight: NDArray[np.float32], last: bool = False
+        self,
+        layer: int,
+        name: str,
+        residual: str,
+        delta: str,
+        weight: NDArray[np.float32],
+        last: bool = False,
     ) -> tuple[str, str]:
         """RMS norm of residual + delta; returns (normed, the new residual: that sum)."""
         base = f"/model/layers.{layer}/{name}"
@@ -186,9 +192,7 @@ def _embedding(graph: _Graph, head: BlockQuantised, head_names: list[str]) -> st
     )
 
 
-def _layer(
-    graph: _Graph, model: GgufModel, layer: int, normed: str, residual: str
-) -> tuple[str, str]:
+def _layer(graph: _Graph, model: GgufModel, layer: int, normed: str, residual: str) -> tuple[str, str]:
     shape = model.shape
     path = f"/model/layers.{layer}"
 
@@ -254,7 +258,7 @@ def _inputs(shape: LlamaShape) -> list[ValueInfoProto]:
 
 
 def _outputs(shape: LlamaShape) -> list[ValueInfoProto]:
-    logits = ["batch_size", "sequence_length", shape.vocab_size]
+    logits: list[str | int | None] = ["batch_size", "sequence_length", shape.vocab_size]
     return [
         helper.make_tensor_value_info("logits", TensorProto.FLOAT, logits),
         *_caches(shape, "present", "total_sequence_length"),
@@ -262,7 +266,7 @@ def _outputs(shape: LlamaShape) -> list[ValueInfoProto]:
 
 
 def _caches(shape: LlamaShape, prefix: str, length: str) -> list[ValueInfoProto]:
-    dims = ["batch_size", shape.kv_heads, length, shape.head_dim]
+    dims: list[str | int | None] = ["batch_size", shape.kv_heads, length, shape.head_dim]
     return [
         helper.make_tensor_value_info(f"{prefix}.{layer}.{part}", TensorProto.FLOAT, dims)
         for part in ("key", "value")

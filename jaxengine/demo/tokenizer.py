@@ -1,17 +1,21 @@
 """The GGUF file's tokenizer as `tokenizer.json` and `tokenizer_config.json`.
 
-Byte-level BPE behind the `smollm` pre-tokenizer of llama.cpp: every digit (Unicode category N) stands alone, then the
-GPT-2 split. Texts whose UTF-8 bytes have no token of their own lose those bytes, as in llama.cpp.
+Byte-level BPE behind the `smollm` pre-tokenizer of llama.cpp (llama-vocab.cpp): every numeral (Unicode category N)
+stands alone, then the GPT-2 split. Both are written as expressions, since ONNX Runtime GenAI's tokenizer passes over
+the `Digits` step of the tokenizers library. Bytes that the vocabulary has no token for are lost, as in llama.cpp.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from jaxengine.demo.errors import DemoModelError
 from jaxengine.demo.gguf_reader import TokenizerTables
+
+_NUMERAL = r"\p{N}"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def build_tokenizer(tables: TokenizerTables) -> Tokenizer:
@@ -27,7 +31,11 @@ def build_tokenizer(tables: TokenizerTables) -> Tokenizer:
     vocabulary = {token: i for i, token in enumerate(tables.tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(tables.merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Split(Regex(_NUMERAL), "isolated"),
+            pre_tokenizers.Split(Regex(_GPT2), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
