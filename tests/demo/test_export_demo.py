@@ -4,7 +4,6 @@ import json
 import sys
 
 import numpy as np
-import pytest
 
 from benchmarks import export_demo
 from jaxengine.demo.gguf_reader import read_gguf
