@@ -87,6 +87,14 @@ class Tokenizer:
         """One more than the highest token id."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    def require_fits(self, logits_width: int) -> None:
+        """Raises `TextError` if the tokenizer has ids that a model with so many logits can't take or give."""
+        if self.vocab_size > logits_width:
+            raise TextError(
+                f"the tokenizer has ids up to {self.vocab_size - 1} but the model only {logits_width} logits; "
+                "put the tokenizer that belongs to the model in its folder"
+            )
+
     @functools.cached_property
     def prefix(self) -> tuple[int, ...]:
         """The tokens that begin plain text, a BOS mostly; empty where the tokenizer adds none."""

@@ -1,0 +1,51 @@
+"""A model made ready for one conversation: its tokenizer and an engine of one row."""
+
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from jaxengine.cli.errors import CommandError
+from jaxengine.cli.options import in_words_of_options
+from jaxengine.config import EngineConfig, RequestOptions
+from jaxengine.demo import demo_model_folder
+from jaxengine.engine import Engine, Request
+from jaxengine.model import Model, load_model
+from jaxengine.text import Tokenizer
+
+BLOCK_SIZE = 16
+USUAL_TOKENS = 4096
+"""Pool size that most conversations fit in; one size means that compiled programs are found again."""
+
+
+def load(folder: Path | None, weights: Literal["exact", "fast"]) -> tuple[Model, Tokenizer]:
+    """The model and the tokenizer of a folder, or of the demo model, with a sign of life on a terminal meanwhile."""
+    folder = demo_model_folder(progress=True) if folder is None else folder
+    with Console(stderr=True).status(f"Loading {folder.name}"):
+        model = load_model(folder, weights=weights)
+        tokenizer = Tokenizer.from_folder(folder)
+    tokenizer.require_fits(model.decoder.vocab_size)
+    return model, tokenizer
+
+
+def pool_tokens(model: Model, wanted: int) -> int:
+    """Tokens of the pool for a session of `wanted`: the usual size, doubled as needed, within the model's limit."""
+    tokens = USUAL_TOKENS
+    while tokens < wanted:
+        tokens *= 2
+    return min(tokens, model.config.max_length)
+
+
+def make_request(engine: Engine, options: RequestOptions) -> Request:
+    """A request, or a `CommandError` that says which option or folder setting keeps it from being made."""
+    try:
+        return engine.create_request(options)
+    except ValueError as error:
+        raise CommandError(in_words_of_options(error)) from error
+
+
+def engine_for(model: Model, tokens: int) -> Engine:
+    """An engine of one row whose pool holds `tokens`."""
+    return Engine(
+        model, EngineConfig(max_batch_size=1, num_blocks=-(-tokens // BLOCK_SIZE), block_size=BLOCK_SIZE)
+    )

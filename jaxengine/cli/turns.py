@@ -1,0 +1,72 @@
+"""One turn of one request, from its queued input to its end, as streamed text."""
+
+import contextlib
+import dataclasses
+import signal
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from jaxengine.cli.output import write_text
+from jaxengine.engine import Engine, Request
+from jaxengine.errors import EngineError
+from jaxengine.events import EngineEventFlags, FinishReason
+from jaxengine.text import StreamDecoder, Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """What a turn came to: its text, why it ended, and in a failure what went wrong."""
+
+    text: str
+    finish_reason: FinishReason
+    detail: str
+
+
+def stream_reply(engine: Engine, request: Request, tokenizer: Tokenizer) -> Reply:
+    """Runs the request's live turn to its end, writing text as it comes.
+
+    Ctrl-C cancels the turn between two steps, so that the request stays usable; pressed again before the step is
+    over, it raises KeyboardInterrupt as usual.
+
+    Raises:
+        EngineError: The engine can't go on.
+    """
+    decoder = StreamDecoder(tokenizer)
+    pieces: list[str] = []
+
+    def write(piece: str) -> None:
+        pieces.append(piece)
+        write_text(piece)
+
+    with _interrupts() as interrupted:
+        while True:
+            if interrupted():
+                request.cancel_turn(request.turn_id)
+            for event in engine.run():
+                if event.request is None:
+                    if EngineEventFlags.CAPACITY_BLOCKED in event.flags:
+                        raise EngineError(f"the engine is short of memory: {event.detail}")
+                    continue  # a dropped step, which the engine tries again
+                if EngineEventFlags.TOKEN in event.flags:
+                    write(decoder.push(event.token))
+                if EngineEventFlags.TURN_FINISHED in event.flags:
+                    write(decoder.flush())
+                    return Reply("".join(pieces), event.finish_reason, event.detail)
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Gives a function that tells whether Ctrl-C was pressed inside the block; the second press raises."""
+    pressed = False
+
+    def press(number: int, frame: FrameType | None) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    previous = signal.signal(signal.SIGINT, press)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,265 @@
+"""Many prompts in, as many completions out: the engine for callers who don't wait for single tokens.
+
+All prompts of a call share one engine and are batched continuously: a finished one leaves, the next takes its place
+before the following step. Each is let in only with room in the pool for its longest outcome, so none ever waits half
+done for blocks that another half-done one holds.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Literal, TypeGuard
+
+import numpy as np
+
+from jaxengine import requests
+from jaxengine.blocks import blocks_for
+from jaxengine.config import EngineConfig, RequestOptions, SamplingParams, TurnOptions
+from jaxengine.engine import Engine, Event, Request
+from jaxengine.errors import EngineError
+from jaxengine.events import EngineEventFlags, FinishReason, Usage
+from jaxengine.model import load_model
+from jaxengine.text import Message, TextError, Tokenizer
+
+Prompt = str | Sequence[int] | np.ndarray
+"""Raw text, which the tokenizer turns into ids by its own rules, or the ids themselves."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What came of one prompt.
+
+    Attributes:
+        prompt_token_ids: The prompt as the model saw it.
+        token_ids: The generated tokens; an EOS is not among them.
+        text: The generated tokens as text, special tokens left out.
+        finish_reason: Why generation ended.
+        usage: The counts of prompt and generated tokens.
+        error: What went wrong, in a sentence, where `finish_reason` is FAILED; the tokens are those before it.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    usage: Usage
+    error: str = ""
+
+
+@dataclasses.dataclass
+class _Running:
+    """A prompt that the engine has."""
+
+    place: int
+    request: Request
+    blocks: int
+    tokens: list[int] = dataclasses.field(default_factory=list)
+
+
+class LLM:
+    """A model folder's model, tokenizer and an engine of its own.
+
+    Args:
+        folder: A folder that the ONNX Runtime GenAI model builder wrote, with its tokenizer.
+        config: Sizes of the engine; None takes the defaults. A prompt and its completion together are at most the
+            model's own limit, or all the tokens that the pool holds if those are fewer.
+        weights: How quantised matrices are multiplied, as in `load_model`.
+
+    Raises:
+        onnx_import.ImportFailure: The folder can't be read or holds something unsupported.
+        TextError: The tokenizer's files can't be used with this model.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        config: EngineConfig | None = None,
+        *,
+        weights: Literal["exact", "fast"] = "exact",
+    ) -> None:
+        self.config = EngineConfig() if config is None else config
+        self.model = load_model(folder, weights=weights)
+        self.tokenizer = Tokenizer.from_folder(self.model.path)
+        self.tokenizer.require_fits(self.model.decoder.vocab_size)
+        self._engine = Engine(self.model, self.config)
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> list[Completion]:
+        """Completes raw prompts; no chat template is applied.
+
+        All prompts are checked before anything runs. What then goes wrong with one prompt is told in its own
+        completion (`FinishReason.FAILED`) and costs the others nothing.
+
+        Args:
+            prompts: Texts, or lists of token ids; a single text counts as a list of one.
+            sampling: How tokens are chosen, for every prompt alike; what is unset takes the folder's `search` value.
+            max_tokens: Most *new* tokens a prompt. None sets no limit but the one on prompt and completion together;
+                0 generates nothing: each completion is empty and tells how many tokens the prompt has.
+
+        Returns:
+            One completion a prompt, in the order of the prompts.
+
+        Raises:
+            ValueError: A prompt is empty, holds something that is no token, or leaves no room for a new one; or
+                `max_tokens` is negative. The message names the prompt by its place, from 0.
+            TypeError: A prompt is neither text nor a list of token ids.
+        """
+        listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        return self._complete(
+            [self._ids(place, prompt) for place, prompt in enumerate(listed)], sampling, max_tokens
+        )
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | None = None,
+        *,
+        max_tokens: int | None = None,
+    ) -> list[Completion]:
+        """Answers conversations through the model's chat template; see `generate` for the rest.
+
+        Args:
+            conversations: Lists of messages, each with `role` and `content`; a single list of messages counts as a
+                list of one.
+            sampling: As in `generate`.
+            max_tokens: As in `generate`.
+
+        Raises:
+            TextError: There is no chat template, or it refuses a conversation.
+        """
+        listed = [conversations] if _is_one_chat(conversations) else list(conversations)
+        prompts = []
+        for place, messages in enumerate(listed):
+            try:
+                prompts.append(self.tokenizer.chat_ids(messages))  # type: ignore[arg-type]
+            except TextError as error:
+                raise TextError(f"conversation {place}: {error}") from error
+        return self._complete(prompts, sampling, max_tokens)
+
+    def close(self) -> None:
+        """Frees the engine's memory; closing twice is nothing."""
+        self._engine.close()
+
+    def __enter__(self) -> LLM:
+        """Returns the object itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes it."""
+        self.close()
+
+    def _ids(self, place: int, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, np.ndarray):
+            return prompt.tolist()
+        if not isinstance(prompt, Sequence):
+            raise TypeError(f"prompt {place} is {prompt!r}; give a text or a list of token ids")
+        if not isinstance(prompt, str):
+            return list(prompt)
+        try:
+            return self.tokenizer.encode(prompt)
+        except TextError as error:
+            raise TextError(f"prompt {place}: {error}") from error
+
+    def _complete(
+        self, prompts: list[list[int]], sampling: SamplingParams | None, max_tokens: int | None
+    ) -> list[Completion]:
+        limit = min(self.model.config.max_length, self.config.num_blocks * self.config.block_size)
+        options = RequestOptions(limit, SamplingParams() if sampling is None else sampling)
+        turn = TurnOptions(max_tokens)
+        self._require_servable(prompts, options)
+        if max_tokens == 0:
+            return [_scored(prompt) for prompt in prompts]
+        results: dict[int, Completion] = {}
+        waiting = collections.deque(enumerate(prompts))
+        running: dict[int, _Running] = {}
+        try:
+            while waiting or running:
+                self._let_in(waiting, running, options, turn)
+                for event in self._engine.run():
+                    self._take(event, prompts, running, results)
+        finally:
+            for entry in running.values():
+                entry.request.close()
+        return [results[place] for place in range(len(prompts))]
+
+    def _require_servable(self, prompts: list[list[int]], options: RequestOptions) -> None:
+        """Begins each prompt's turn on the engine's state and drops the result: all its checks, and nothing run."""
+        state, request_id = requests.create_request(self._engine.state, options)
+        for place, prompt in enumerate(prompts):
+            try:
+                requests.begin_turn(state, request_id, prompt)
+            except ValueError as error:
+                raise ValueError(f"prompt {place} is refused: {error}") from error
+
+    def _let_in(
+        self,
+        waiting: collections.deque[tuple[int, list[int]]],
+        running: dict[int, _Running],
+        options: RequestOptions,
+        turn: TurnOptions,
+    ) -> None:
+        """Submits waiting prompts in order, as long as rows are free and the next one's longest outcome has blocks."""
+        free = self.config.num_blocks - sum(entry.blocks for entry in running.values())
+        while waiting and len(running) < self.config.max_batch_size:
+            place, prompt = waiting[0]
+            longest = options.max_session_tokens or 0
+            if turn.max_generated_tokens:
+                longest = min(longest, len(prompt) + turn.max_generated_tokens)
+            blocks = int(blocks_for(longest, self.config.block_size))
+            if blocks > free:
+                return
+            free -= blocks
+            request = self._engine.create_request(options)
+            running[request.id] = _Running(place, request, blocks)
+            request.begin_turn(prompt, turn)
+            waiting.popleft()
+
+    def _take(
+        self,
+        event: Event,
+        prompts: list[list[int]],
+        running: dict[int, _Running],
+        results: dict[int, Completion],
+    ) -> None:
+        """Notes an event; a finished prompt leaves the engine at once, which makes room for the next."""
+        if event.request is None:
+            if EngineEventFlags.CAPACITY_BLOCKED in event.flags:
+                raise EngineError(f"the engine is short of memory: {event.detail}")
+            return  # A dropped step, which the engine tries again.
+        entry = running[event.request.id]
+        if EngineEventFlags.TOKEN in event.flags:
+            entry.tokens.append(event.token)
+        if EngineEventFlags.TURN_FINISHED in event.flags:
+            results[entry.place] = Completion(
+                prompt_token_ids=tuple(prompts[entry.place]),
+                token_ids=tuple(entry.tokens),
+                text=self.tokenizer.decode(entry.tokens),
+                finish_reason=event.finish_reason,
+                usage=event.usage,
+                error=event.detail,
+            )
+            del running[entry.request.id]
+            entry.request.close()
+
+
+def _scored(prompt: list[int]) -> Completion:
+    """The completion of a prompt for which no token was asked."""
+    usage = Usage(prompt_tokens=len(prompt))
+    return Completion(tuple(prompt), (), "", FinishReason.MAX_GENERATED_TOKENS, usage)
+
+
+def _is_one_chat(
+    conversations: Sequence[Message] | Sequence[Sequence[Message]],
+) -> TypeGuard[Sequence[Message]]:
+    return bool(conversations) and isinstance(conversations[0], Mapping)
