@@ -1,0 +1,59 @@
+"""Checks of a control value, in time linear in its requests and blocks; each violation is named."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxengine.blocks import blocks_for
+from jaxengine.state import EngineState, RequestStatus, require_unspent
+
+
+class InvariantViolation(AssertionError):
+    """The state contradicts itself; the message names every violation."""
+
+
+def check_invariants(state: EngineState) -> None:
+    """Checks block accounting, ownership, places and progress.
+
+    Raises:
+        InvariantViolation: Something does not hold.
+        SpentStateError: A commit has taken the state over.
+    """
+    require_unspent(state)
+    control = state.control
+    requests, config = control.requests, control.config
+    found: list[str] = []
+
+    def require(good: np.ndarray, message: str) -> None:
+        found.extend(f"request {request_id}: {message}" for request_id in requests.id[~good])
+
+    held = control.blocks_held
+    tables = [control.blocks.read(row, 0, int(held[row])) for row in range(len(requests))]
+    every = np.concatenate([control.free_blocks, *tables])
+    outside = every[(every < 0) | (every >= config.num_blocks)]
+    found.extend(f"block {block} is outside the pool" for block in outside)
+    owners = np.bincount(every[(every >= 0) & (every < config.num_blocks)], minlength=config.num_blocks)
+    found.extend(f"block {block} has {owners[block]} owners" for block in np.flatnonzero(owners != 1))
+
+    resident = requests.place >= 0
+    places, counts = np.unique(requests.place[resident], return_counts=True)
+    found.extend(f"place {place} has {count} residents" for place, count in zip(places, counts, strict=True) if count > 1)
+    require(requests.place < config.max_batch_size, "its place is outside the block table")
+    require(resident == (requests.order >= 0), "it has a place without an admission rank, or the reverse")
+    require(resident | (held == 0), "it holds blocks without being resident")
+    require(held >= blocks_for(requests.processed, config.block_size), "its table is shorter than its committed slots")
+    require(held <= control.table_width, "its table is wider than the block table")
+    settled = requests.processed >= requests.input_end
+    exact = held == blocks_for(requests.processed, config.block_size)
+    require(~settled | exact, "it holds more blocks than its committed slots need")
+
+    require(requests.processed <= requests.length, "more is processed than it has tokens")
+    require(requests.length <= requests.max_session, "it is longer than its session limit")
+    require(control.tokens.lengths == requests.length, "its token log and its length differ")
+    live = (requests.status == RequestStatus.QUEUED) | (requests.status == RequestStatus.ACTIVE)
+    require(~live | (requests.processed < requests.length), "it is live with nothing left to run")
+    decode = live & settled
+    require(~decode | (requests.length - requests.processed == 1), "it decodes with other than one unprocessed token")
+    require((requests.status != RequestStatus.ACTIVE) | resident, "it is active without being resident")
+    if len(found):
+        raise InvariantViolation("; ".join(found))

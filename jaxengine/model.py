@@ -1,0 +1,44 @@
+"""A model as the engine sees it: a decoder that maps packed tokens to logits, and the folder's settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Literal
+
+import onnx_import
+from jaxengine.programs import Programs
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A loaded model; compiled programs live and die with it.
+
+    Attributes:
+        decoder: The imported graph, its weights and its attention layers.
+        config: What the folder's `genai_config.json` says.
+        path: The folder, for the tokenizer and the chat template.
+        programs: The compiled forward and commit programs of this decoder.
+    """
+
+    decoder: onnx_import.Decoder
+    config: onnx_import.FolderConfig
+    path: Path
+    programs: Programs
+
+
+def load_model(folder: str | os.PathLike[str], weights: Literal["exact", "fast"] = "exact") -> Model:
+    """Loads a model folder that the ONNX Runtime GenAI model builder wrote.
+
+    Args:
+        folder: The folder, with `genai_config.json` and the ONNX file it names.
+        weights: How quantised matrices are multiplied: "exact" dequantises them block by block to float32, "fast" runs
+            them on the CPU's integer dot at a stated loss (docs/models.md). Float matrices are the same in both.
+
+    Raises:
+        onnx_import.ImportFailure: The folder cannot be read, or its graph holds something that is not supported.
+    """
+    read = onnx_import.read_folder(folder)
+    decoder = onnx_import.import_decoder(read, weights=weights)
+    return Model(decoder=decoder, config=read.config, path=read.path, programs=Programs(decoder))

@@ -1,0 +1,222 @@
+"""The two compiled programs of a step, and the few shapes that they are compiled for.
+
+`forward` only reads the pages and returns this step's keys and values as staged arrays; `publish` scatters them into the
+pages it takes over. Kept apart, because a program that reads and writes a pool may copy it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import onnx_import
+from jaxengine.config import EngineConfig
+from jaxengine.planning import StepPlan
+from jaxengine.sampling import SamplingRows, sample
+from jaxengine.state import Control
+from pallas_kernels import KEY_TILE, QueryTiles, make_query_tiles, max_query_tiles, paged_attention
+
+DECODE_TILE, PREFILL_TILE = 2, 16
+MIXED_BUCKETS = (16, 64, 256, 1024, 2048)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """The shape of a compiled step.
+
+    Attributes:
+        tokens: Packed tokens, padding included.
+        rows: Rows of logits, padding included.
+        tile_size: Queries an attention tile.
+        tiles: Attention tiles, padding included.
+    """
+
+    tokens: int
+    rows: int
+    tile_size: int
+    tiles: int
+
+
+class StepBatch(NamedTuple):
+    """A packed step; padding tokens are id 0 at position 0 of no row.
+
+    Attributes:
+        tokens: int32[tokens].
+        positions: int32[tokens], absolute.
+        logits_rows: int32[rows], packed index of each row's last token.
+        tiles: The attention tiles.
+        sampling: Each row's settings.
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    logits_rows: np.ndarray
+    tiles: QueryTiles
+    sampling: SamplingRows
+
+
+class Destinations(NamedTuple):
+    """Where each packed token's keys and values go; padding tokens point outside and are dropped.
+
+    Attributes:
+        place: int32[tokens], row of the block table.
+        column: int32[tokens], its column.
+        block: int32[tokens], the block.
+        slot: int32[tokens], slot of the block.
+    """
+
+    place: np.ndarray
+    column: np.ndarray
+    block: np.ndarray
+    slot: np.ndarray
+
+
+class ForwardResult(NamedTuple):
+    """What a forward pass made.
+
+    Attributes:
+        staged: A layer each, dtype[tokens, 2, num_kv_heads, head_dim].
+        logits: float32[rows, vocab].
+        chosen: int32[rows].
+        usable: bool[rows], whether the row's best logit is a finite number; NaN anywhere makes it false.
+    """
+
+    staged: tuple[jax.Array, ...]
+    logits: jax.Array
+    chosen: jax.Array
+    usable: jax.Array
+
+
+def bucket_for(plan: StepPlan, config: EngineConfig) -> Bucket:
+    """Returns the smallest compiled shape that holds a plan: by rows for pure decodes, else by tokens."""
+    rows = _power_of_two(max(config.max_batch_size, 2))
+    if not plan.is_prefill.any():
+        size = _power_of_two(max(len(plan.request_ids), 2))
+        return Bucket(size, size, DECODE_TILE, max_query_tiles(size, size, DECODE_TILE))
+    total = plan.total_tokens
+    size = next((bucket for bucket in MIXED_BUCKETS if bucket >= total), _power_of_two(total))
+    return Bucket(size, rows, PREFILL_TILE, max_query_tiles(size, config.max_batch_size, PREFILL_TILE))
+
+
+def pack(control: Control, plan: StepPlan, bucket: Bucket) -> StepBatch:
+    """Lays a plan's tokens out one row behind the other, padded to the bucket."""
+    token_row = np.repeat(np.arange(len(plan.index)), plan.num_tokens)
+    local = np.arange(plan.total_tokens) - plan.offsets[token_row]
+    tokens = np.zeros(plan.total_tokens, np.int32)
+    decode = ~plan.is_prefill
+    tokens[plan.offsets[decode]] = control.tokens.last(plan.index[decode])
+    for i in np.flatnonzero(plan.is_prefill):
+        start, count = int(plan.past[i]), int(plan.num_tokens[i])
+        tokens[plan.offsets[i] : plan.offsets[i] + count] = control.tokens.read(int(plan.index[i]), start, start + count)
+    requests = control.requests
+    settings = SamplingRows(
+        temperature=_padded(requests.temperature[plan.index] * plan.samples, bucket.rows),
+        top_k=_padded(requests.top_k[plan.index], bucket.rows),
+        top_p=_padded(requests.top_p[plan.index], bucket.rows),
+        seed=_padded(requests.seed[plan.index], bucket.rows),
+        position=_padded((plan.past + plan.num_tokens).astype(np.int32), bucket.rows),
+    )
+    return StepBatch(
+        tokens=_padded(tokens, bucket.tokens),
+        positions=_padded((plan.past[token_row] + local).astype(np.int32), bucket.tokens),
+        logits_rows=_padded((plan.offsets + plan.num_tokens - 1).astype(np.int32), bucket.rows),
+        tiles=make_query_tiles(
+            plan.places,
+            plan.past,
+            plan.num_tokens,
+            tile_size=bucket.tile_size,
+            key_tile=KEY_TILE,
+            padded_tiles=bucket.tiles,
+            padded_tokens=bucket.tokens,
+        ),
+        sampling=settings,
+    )
+
+
+def destinations(control: Control, plan: StepPlan, bucket: Bucket) -> Destinations:
+    """Returns where the plan's tokens are to be kept, through the proposed tables: committed blocks, then reserved ones."""
+    size = control.config.block_size
+    outside = control.config.num_blocks
+    place = np.full(bucket.tokens, control.config.max_batch_size, np.int32)
+    column, slot = np.zeros((2, bucket.tokens), np.int32)
+    block = np.full(bucket.tokens, outside, np.int32)
+    token_row = np.repeat(np.arange(len(plan.index)), plan.num_tokens)
+    position = plan.past[token_row] + np.arange(plan.total_tokens) - plan.offsets[token_row]
+    used = slice(0, plan.total_tokens)
+    place[used], column[used], slot[used] = plan.places[token_row], position // size, position % size
+
+    held = control.blocks_held[plan.index]
+    first_reserved = np.cumsum(plan.num_reserved) - plan.num_reserved
+    from_reserve = column[used] - held[token_row]
+    fresh = from_reserve >= 0
+    block[used][fresh] = plan.reserved[(first_reserved[token_row] + from_reserve)[fresh]]
+    for i in np.flatnonzero(plan.past < held * size):
+        start, stop = plan.offsets[i], plan.offsets[i] + plan.num_tokens[i]
+        columns = column[start:stop]
+        known = control.blocks.read(int(plan.index[i]), int(columns[0]), min(int(columns[-1]) + 1, int(held[i])))
+        inside = columns < held[i]
+        block[start:stop][inside] = known[columns[inside] - columns[0]]
+    return Destinations(place, column, block, slot)
+
+
+class Programs:
+    """The compiled programs of one decoder."""
+
+    def __init__(self, decoder: onnx_import.Decoder) -> None:
+        """Wraps the programs of `decoder`; each is compiled at its first use of a shape."""
+        self.params = decoder.params
+        self.forward = jax.jit(functools.partial(_forward, decoder), static_argnames="tile_size")
+        self.publish = jax.jit(_publish, donate_argnums=(0, 1))
+        self.publish_copy = jax.jit(_publish)
+
+
+def _forward(
+    decoder: onnx_import.Decoder,
+    params: dict[str, jax.Array],
+    pages: tuple[jax.Array, ...],
+    block_table: jax.Array,
+    batch: StepBatch,
+    *,
+    tile_size: int,
+) -> ForwardResult:
+    pages_of = {spec.layer: layer_pages for spec, layer_pages in zip(decoder.layers, pages, strict=True)}
+
+    def attention(
+        spec: onnx_import.AttentionSpec, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        staged = jnp.stack([key, value], axis=1).astype(spec.kv_dtype)
+        output = paged_attention(
+            query, staged, pages_of[spec.layer], block_table, batch.tiles, tile_size=tile_size, scale=spec.scale
+        )
+        return output, staged
+
+    logits, staged = decoder.apply(params, batch.tokens, batch.positions, attention, batch.logits_rows)
+    usable = jnp.isfinite(logits.max(axis=-1))
+    return ForwardResult(staged, logits, sample(logits, batch.sampling), usable)
+
+
+def _publish(
+    pages: tuple[jax.Array, ...], block_table: jax.Array, staged: tuple[jax.Array, ...], to: Destinations
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    def write(layer_pages: jax.Array, layer_staged: jax.Array) -> jax.Array:
+        num_blocks, block_size = layer_pages.shape[:2]
+        slots = layer_pages.reshape(num_blocks * block_size, *layer_pages.shape[2:])
+        slots = slots.at[to.block * block_size + to.slot].set(layer_staged, mode="drop")
+        return slots.reshape(layer_pages.shape)
+
+    return tuple(map(write, pages, staged)), block_table.at[to.place, to.column].set(to.block, mode="drop")
+
+
+def _padded(values: np.ndarray, size: int) -> np.ndarray:
+    out = np.zeros(size, values.dtype)
+    out[: len(values)] = values
+    return out
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()

@@ -1,0 +1,307 @@
+"""The life of a request: each call of a user is a pure function from a state to a state.
+
+A request is CREATED, takes turns (QUEUED, ACTIVE, TURN_COMPLETE) and is closed. `length` counts its tokens, `processed`
+those whose keys and values are committed; what lies between is still to be run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from jaxengine import blocks
+from jaxengine.config import RequestOptions, TurnOptions, resolve_sampling
+from jaxengine.errors import RequestStateError
+from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason, Usage
+from jaxengine.state import (
+    COLUMN_DTYPES,
+    REQUEST_IDS,
+    SUBMISSIONS,
+    Control,
+    EngineState,
+    RequestStatus,
+    replace_rows,
+    require_unspent,
+    row_of,
+)
+
+LAST_ID = 2**64 - 1
+
+
+def create_request(state: EngineState, options: RequestOptions | None = None) -> tuple[EngineState, int]:
+    """Adds a request with no tokens.
+
+    Args:
+        state: The state; still usable afterwards.
+        options: Its settings; None takes the model folder's.
+
+    Returns:
+        The new state and the request's id, which is never used again.
+
+    Raises:
+        ValueError: The session limit is above the model's, or the folder asks for beams, several sequences or a batch.
+    """
+    require_unspent(state)
+    options = RequestOptions() if options is None else options
+    control = state.control
+    facts = control.facts
+    search = facts.search_settings
+    for name in ("num_beams", "num_return_sequences", "batch_size"):
+        if search.get(name, 1) != 1:
+            raise ValueError(f"search.{name} of the model folder is {search[name]}; a request is one sequence, so set it to 1")
+    limit = options.max_session_tokens or facts.max_length
+    if limit > facts.max_length:
+        raise ValueError(
+            f"RequestOptions.max_session_tokens is {limit}; this model allows at most {facts.max_length} tokens a session"
+        )
+    request_id = int(control.counters[REQUEST_IDS]) + 1
+    sampling = resolve_sampling(options.sampling, search)
+    values = dict.fromkeys(COLUMN_DTYPES, 0) | {
+        "id": request_id,
+        "place": -1,
+        "order": -1,
+        "max_session": limit,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "seed": request_id % 2**32 if sampling.seed is None else sampling.seed,
+    }
+    columns = {
+        name: np.append(getattr(control.requests, name), np.asarray(values[name], dtype))
+        for name, dtype in COLUMN_DTYPES.items()
+    }
+    counters = control.counters.copy()
+    counters[REQUEST_IDS] = request_id
+    control = control.replace(  # type: ignore[attr-defined]
+        requests=control.requests.replace(**columns),  # type: ignore[attr-defined]
+        tokens=control.tokens.add_row(),
+        blocks=control.blocks.add_row(),
+        counters=counters,
+    )
+    return state.replace(control=control), request_id  # type: ignore[attr-defined]
+
+
+def begin_turn(
+    state: EngineState, request_id: int, tokens: Sequence[int] | np.ndarray, options: TurnOptions | None = None
+) -> tuple[EngineState, int]:
+    """Queues input for a request and starts its next turn.
+
+    Args:
+        state: The state; still usable afterwards.
+        request_id: A request that is CREATED or TURN_COMPLETE.
+        tokens: At least one token id, each inside the vocabulary.
+        options: The turn's settings.
+
+    Returns:
+        The new state and the turn's id, one above the request's last.
+
+    Raises:
+        RequestStateError: The request is queued, active or closed, or has events that were not drained.
+        ValueError: No tokens, a token outside the vocabulary, or no room for one generated token.
+        OverflowError: The request's turn ids are used up.
+    """
+    require_unspent(state)
+    options = TurnOptions() if options is None else options
+    control = state.control
+    row = _require_row(control, request_id)
+    status = RequestStatus(control.requests.status[row])
+    if status not in (RequestStatus.CREATED, RequestStatus.TURN_COMPLETE):
+        raise RequestStateError(f"request {request_id} is {status.name}; begin a turn once its current one has finished")
+    if any(event.request_id == request_id for event in control.events):
+        raise RequestStateError(f"request {request_id} has events that were not drained; drain them before the next turn")
+    values = _require_tokens(tokens, control.facts.vocab_size)
+    length = int(control.requests.length[row])
+    limit = int(control.requests.max_session[row])
+    if length + len(values) >= limit:
+        raise ValueError(
+            f"request {request_id} would hold {length + len(values)} tokens of at most {limit}; "
+            "leave room for at least one generated token"
+        )
+    turn = int(control.requests.turn[row])
+    if turn == LAST_ID:
+        raise OverflowError(f"request {request_id} has used every turn id; create a new request")
+    counters = control.counters.copy()
+    counters[SUBMISSIONS] += 1
+    control = replace_rows(
+        control.replace(tokens=control.tokens.extend(row, values), counters=counters),  # type: ignore[attr-defined]
+        row,
+        status=RequestStatus.QUEUED,
+        submitted=counters[SUBMISSIONS],
+        stamp=_next_stamp(control, row, b"begin", values.tobytes(), options),
+        length=length + len(values),
+        input_end=length + len(values),
+        turn=np.uint64(turn + 1),
+        prompt_tokens=len(values),
+        generated=0,
+        max_generated=options.max_generated_tokens or 0,
+        failures=0,
+    )
+    return state.replace(control=control), turn + 1  # type: ignore[attr-defined]
+
+
+def cancel_turn(state: EngineState, request_id: int, turn_id: int) -> tuple[EngineState, bool]:
+    """Ends a queued or active turn between steps; committed state is kept and one terminal event is published.
+
+    Returns:
+        The new state and True, or the same state and False if the turn is unknown, stale or finished.
+
+    Raises:
+        RequestStateError: The request has had no turn yet, or is closed.
+    """
+    require_unspent(state)
+    control = state.control
+    row = _require_row(control, request_id)
+    status = control.requests.status[row]
+    if status == RequestStatus.CREATED:
+        raise RequestStateError(f"request {request_id} has had no turn yet; there is nothing to cancel")
+    live = status in (RequestStatus.QUEUED, RequestStatus.ACTIVE)
+    if not live or int(control.requests.turn[row]) != turn_id:
+        return state, False
+    control = replace_rows(control, row, stamp=_next_stamp(control, row, b"cancel"))
+    return state.replace(control=finish_turn(control, row, FinishReason.CANCELLED)), True  # type: ignore[attr-defined]
+
+
+def close_request(state: EngineState, request_id: int) -> EngineState:
+    """Ends a request: its undrained events are dropped, its blocks and its place are free. Closing twice is nothing.
+
+    Raises:
+        ValueError: No request ever had this id.
+    """
+    require_unspent(state)
+    control = state.control
+    row = row_of(control, request_id)
+    if row < 0:
+        if not 0 < request_id <= control.counters[REQUEST_IDS]:
+            _unknown(request_id)
+        return state
+    held = control.blocks.read(row, 0, int(control.blocks_held[row]))
+    free = blocks.release(control.free_blocks, held, control.config.num_blocks) if len(held) else control.free_blocks
+    columns = {name: np.delete(getattr(control.requests, name), row) for name in COLUMN_DTYPES}
+    control = control.replace(  # type: ignore[attr-defined]
+        requests=control.requests.replace(**columns),  # type: ignore[attr-defined]
+        tokens=control.tokens.remove_row(row),
+        blocks=control.blocks.remove_row(row),
+        free_blocks=free,
+        events=tuple(event for event in control.events if event.request_id != request_id),
+    )
+    return state.replace(control=control)  # type: ignore[attr-defined]
+
+
+def drain(state: EngineState, count: int) -> tuple[EngineState, tuple[EventRecord, ...]]:
+    """Takes up to `count` events off the front of the state's queue, in order of publication.
+
+    Raises:
+        ValueError: `count` is negative.
+    """
+    require_unspent(state)
+    if count < 0:
+        raise ValueError(f"drain was asked for {count} events; give a number that is not negative")
+    events = state.control.events
+    if not events or not count:
+        return state, ()
+    control = state.control.replace(events=events[count:])  # type: ignore[attr-defined]
+    return state.replace(control=control), events[:count]  # type: ignore[attr-defined]
+
+
+def note_failures(state: EngineState, request_ids: Sequence[int], detail: str) -> EngineState:
+    """Counts a failed step against the requests behind it; one that failed too often ends its turn as FAILED."""
+    control = state.control
+    for request_id in request_ids:
+        row = row_of(control, request_id)
+        failures = int(control.requests.failures[row]) + 1
+        control = replace_rows(control, row, failures=failures)
+        if failures > control.config.max_row_retries:
+            control = replace_rows(control, row, stamp=_next_stamp(control, row, b"fail"))
+            control = finish_turn(control, row, FinishReason.FAILED, EngineErrorCode.RETRYABLE_EXECUTION, detail)
+    return state.replace(control=control)  # type: ignore[attr-defined]
+
+
+def publish(state: EngineState, event: EventRecord) -> EngineState:
+    """Appends an event to the state's queue."""
+    control = state.control.replace(events=(*state.control.events, event))  # type: ignore[attr-defined]
+    return state.replace(control=control)  # type: ignore[attr-defined]
+
+
+def finish_turn(
+    control: Control,
+    row: int,
+    reason: FinishReason,
+    error_code: EngineErrorCode = EngineErrorCode.NONE,
+    detail: str = "",
+) -> Control:
+    """Returns `control` with the row's turn complete and its terminal event published."""
+    flags = EngineEventFlags.TURN_FINISHED
+    if reason == FinishReason.FAILED:
+        flags |= EngineEventFlags.FAILED
+    event = EventRecord(
+        request_id=int(control.requests.id[row]),
+        turn_id=int(control.requests.turn[row]),
+        flags=flags,
+        finish_reason=reason,
+        error_code=error_code,
+        detail=detail,
+        usage=usage_of(control, row),
+    )
+    control = replace_rows(control, row, status=RequestStatus.TURN_COMPLETE)
+    return control.replace(events=(*control.events, event))  # type: ignore[attr-defined]
+
+
+def usage_of(control: Control, row: int) -> Usage:
+    """Returns the counts of the row's current turn."""
+    return Usage(int(control.requests.prompt_tokens[row]), int(control.requests.generated[row]))
+
+
+def status_of(state: EngineState, request_id: int) -> RequestStatus:
+    """Returns the status of a request; one that was closed is CLOSED for ever.
+
+    Raises:
+        ValueError: No request ever had this id.
+    """
+    row = row_of(state.control, request_id)
+    if row >= 0:
+        return RequestStatus(state.control.requests.status[row])
+    if not 0 < request_id <= state.control.counters[REQUEST_IDS]:
+        _unknown(request_id)
+    return RequestStatus.CLOSED
+
+
+def has_pending_work(state: EngineState) -> bool:
+    """Returns True while events wait to be drained or some request is queued or active."""
+    status = state.control.requests.status
+    live = (status == RequestStatus.QUEUED) | (status == RequestStatus.ACTIVE)
+    return bool(state.control.events) or bool(live.any())
+
+
+def _require_row(control: Control, request_id: int) -> int:
+    row = row_of(control, request_id)
+    if row < 0:
+        if not 0 < request_id <= control.counters[REQUEST_IDS]:
+            _unknown(request_id)
+        raise RequestStateError(f"request {request_id} is CLOSED; create a new request")
+    return row
+
+
+def _unknown(request_id: int) -> NoReturn:
+    raise ValueError(f"there is no request {request_id}; use an id that create_request returned for this state")
+
+
+def _require_tokens(tokens: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
+    values = np.array(tokens)
+    if values.size == 0:
+        raise ValueError("the turn has no tokens; give at least one")
+    if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
+        raise ValueError(f"the turn's tokens are {values.dtype}{list(values.shape)}; give a flat sequence of integers")
+    outside = values[(values < 0) | (values >= vocab_size)]
+    if len(outside):
+        raise ValueError(f"token {int(outside[0])} is outside the vocabulary of {vocab_size}; give ids from 0 to {vocab_size - 1}")
+    return values.astype(np.int32)
+
+
+def _next_stamp(control: Control, row: int, *parts: object) -> np.uint64:
+    digest = hashlib.blake2b(control.requests.stamp[row].tobytes(), digest_size=8)
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else repr(part).encode())
+    return np.uint64(int.from_bytes(digest.digest(), "little"))

@@ -1,0 +1,262 @@
+"""The engine's state as one immutable value: what the host knows (`Control`) and what the device holds (`Store`).
+
+Control is a fixed set of NumPy columns with one entry a live request, in order of creation; transitions copy the columns
+they change. The store is append-only as seen from control: no step writes a slot that the control value beside it can
+read, so whatever a dropped step leaves behind in the store is invisible.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxengine.config import EngineConfig
+from jaxengine.errors import SpentStateError
+from jaxengine.events import EventRecord
+from jaxengine.logs import LogTable
+
+if TYPE_CHECKING:
+    from jaxengine.model import Model
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request is in its life."""
+
+    CREATED = 0
+    QUEUED = 1
+    ACTIVE = 2
+    TURN_COMPLETE = 3
+    CLOSED = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """What planning and the lifecycle need to know of a model; hashable, so that it can ride along as metadata."""
+
+    identity: str
+    vocab_size: int
+    max_length: int
+    context_length: int
+    eos_token_ids: frozenset[int]
+    search: tuple[tuple[str, Any], ...]
+
+    @property
+    def search_settings(self) -> Mapping[str, Any]:
+        """The folder's `search` section."""
+        return dict(self.search)
+
+
+@flax.struct.dataclass
+class Requests:
+    """One entry a live request in every column, ascending by id.
+
+    Attributes:
+        id: uint64, never reused.
+        status: int8, a `RequestStatus`.
+        place: int32, the row of the device block table while resident, else -1.
+        order: int64, rank of its admission among residents, else -1.
+        submitted: int64, rank of its newest `begin_turn`.
+        stamp: uint64, a digest of every call that changed the request between steps.
+        length: int64, tokens of the sequence.
+        processed: int64, tokens whose keys and values are committed.
+        input_end: int64, where the newest turn's input ends; a row below it is prefill.
+        turn: uint64, newest turn id; 0 before the first.
+        prompt_tokens, generated: int64, this turn's counts.
+        max_generated: int64, this turn's limit, 0 for none.
+        max_session: int64, limit on `length`.
+        failures: int64, steps in a row that failed on this request.
+        temperature: float32, top_k: int32, top_p: float32, seed: uint32: resolved sampling settings.
+    """
+
+    id: np.ndarray
+    status: np.ndarray
+    place: np.ndarray
+    order: np.ndarray
+    submitted: np.ndarray
+    stamp: np.ndarray
+    length: np.ndarray
+    processed: np.ndarray
+    input_end: np.ndarray
+    turn: np.ndarray
+    prompt_tokens: np.ndarray
+    generated: np.ndarray
+    max_generated: np.ndarray
+    max_session: np.ndarray
+    failures: np.ndarray
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    seed: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.id)
+
+
+COLUMN_DTYPES = {
+    "id": np.uint64,
+    "status": np.int8,
+    "place": np.int32,
+    "order": np.int64,
+    "submitted": np.int64,
+    "stamp": np.uint64,
+    "length": np.int64,
+    "processed": np.int64,
+    "input_end": np.int64,
+    "turn": np.uint64,
+    "prompt_tokens": np.int64,
+    "generated": np.int64,
+    "max_generated": np.int64,
+    "max_session": np.int64,
+    "failures": np.int64,
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "seed": np.uint32,
+}
+
+
+@flax.struct.dataclass
+class Control:
+    """What the host knows.
+
+    Attributes:
+        requests: Columns of the live requests.
+        tokens: Each request's sequence.
+        blocks: Each request's block ids, in order of position.
+        free_blocks: int32, ids of the blocks that no table holds; the next one to hand out is the last.
+        counters: int64[4], the newest request id, submission rank and admission rank, and the number of rows put off
+            for lack of capacity by steps that ran.
+        events: Published and undrained.
+        config: The engine's limits.
+        facts: The model's.
+    """
+
+    requests: Requests
+    tokens: LogTable
+    blocks: LogTable
+    free_blocks: np.ndarray
+    counters: np.ndarray
+    events: tuple[EventRecord, ...] = flax.struct.field(pytree_node=False)
+    config: EngineConfig = flax.struct.field(pytree_node=False)
+    facts: ModelFacts = flax.struct.field(pytree_node=False)
+
+    @property
+    def table_width(self) -> int:
+        """Columns of the block table: enough for the context length, or for the whole pool if that is smaller."""
+        size = self.config.block_size
+        return min(-(-self.facts.context_length // size), self.config.num_blocks)
+
+    @property
+    def blocks_held(self) -> np.ndarray:
+        """int64[requests], blocks in each request's table."""
+        return self.blocks.lengths
+
+
+REQUEST_IDS, SUBMISSIONS, ADMISSIONS, DEFERRALS = range(4)
+
+
+@dataclasses.dataclass(eq=False)
+class Lease:
+    """Who may use a store: shared by every state value that refers to it, and marked when a commit takes it over."""
+
+    spent: bool = False
+
+
+@flax.struct.dataclass
+class Store:
+    """What the device holds.
+
+    Attributes:
+        pages: One array a layer, dtype[num_blocks, block_size, 2, num_kv_heads, head_dim]: keys at 0, values at 1.
+        block_table: int32[max_batch_size, table_width], block ids by place and block of positions; entries beyond a
+            request's committed slots mean nothing.
+        lease: Marked once a commit has donated these arrays.
+    """
+
+    pages: tuple[jax.Array, ...]
+    block_table: jax.Array
+    lease: Lease = flax.struct.field(pytree_node=False)
+
+
+@flax.struct.dataclass
+class EngineState:
+    """The whole engine as a value; `commit` makes the next one and spends this one."""
+
+    control: Control
+    store: Store
+
+
+def init_state(model: Model, config: EngineConfig) -> EngineState:
+    """Makes the state of an engine with no requests.
+
+    Args:
+        model: The model; its attention layers size the pages.
+        config: Sizes and limits.
+
+    Returns:
+        A state with an empty pool; no two of its arrays share memory.
+    """
+    search = tuple(sorted((key, value) for key, value in model.config.search.items() if _is_plain(value)))
+    facts = ModelFacts(
+        identity=model.decoder.identity,
+        vocab_size=model.decoder.vocab_size,
+        max_length=model.config.max_length,
+        context_length=model.config.context_length,
+        eos_token_ids=frozenset(model.config.eos_token_ids),
+        search=search,
+    )
+    control = Control(
+        requests=Requests(**{name: np.zeros(0, dtype) for name, dtype in COLUMN_DTYPES.items()}),
+        tokens=LogTable.empty(),
+        blocks=LogTable.empty(),
+        free_blocks=np.arange(config.num_blocks, dtype=np.int32)[::-1],
+        counters=np.zeros(4, np.int64),
+        events=(),
+        config=config,
+        facts=facts,
+    )
+    # Made by the device, one by one: a shared zeros array could not be donated, and `jnp.zeros` may return one.
+    make = jax.jit(jnp.zeros, static_argnums=(0, 1))
+    pages = tuple(
+        make((config.num_blocks, config.block_size, 2, spec.num_kv_heads, spec.head_dim), spec.kv_dtype)
+        for spec in model.decoder.layers
+    )
+    table = make((config.max_batch_size, control.table_width), np.dtype(np.int32))
+    return EngineState(control, Store(pages, table, Lease()))
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, bool | int | float | str)
+
+
+def require_unspent(state: EngineState) -> None:
+    """Raises `SpentStateError` if a commit has taken this state's store over."""
+    if state.store.lease.spent:
+        raise SpentStateError(
+            "this state was spent by a commit: use the state that commit returned, "
+            "or call commit(..., donate=False) to keep the old one"
+        )
+
+
+def row_of(control: Control, request_id: int) -> int:
+    """Returns the row of a live request in the columns, or -1."""
+    ids = control.requests.id
+    row = int(np.searchsorted(ids, np.uint64(request_id)))
+    return row if row < len(ids) and ids[row] == request_id else -1
+
+
+def replace_rows(control: Control, rows: int | np.ndarray, **values: object) -> Control:
+    """Returns `control` with the named request columns changed in `rows`."""
+    changed = {}
+    for name, value in values.items():
+        column = getattr(control.requests, name).copy()
+        column[rows] = value
+        changed[name] = column
+    return control.replace(requests=control.requests.replace(**changed))  # type: ignore[attr-defined]

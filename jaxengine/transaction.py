@@ -1,0 +1,295 @@
+"""A step is a value: execute a plan into a transaction, commit the transaction into the next state.
+
+`execute` reads the committed state and stages everything the step made. Dropping the transaction is the rollback: no
+code undoes anything. `commit` checks that the transaction still belongs to the state, builds the next control value,
+and only then lets the one device write happen; nothing that can fail follows it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import numpy as np
+
+from jaxengine.errors import RetryableStepError, StaleTransactionError
+from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason
+from jaxengine.logs import LogTable
+from jaxengine.planning import StepOutcome, StepPlan, plan_step
+from jaxengine.programs import Destinations, ForwardResult, Programs, bucket_for, destinations, pack
+from jaxengine.requests import finish_turn, usage_of
+from jaxengine.state import (
+    ADMISSIONS,
+    DEFERRALS,
+    Control,
+    EngineState,
+    Lease,
+    RequestStatus,
+    Store,
+    replace_rows,
+    require_unspent,
+    row_of,
+)
+
+if TYPE_CHECKING:
+    from jaxengine.model import Model
+
+
+@dataclasses.dataclass(eq=False)
+class Fate:
+    """Whether a transaction was committed; the one thing about it that changes."""
+
+    committed: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StagedStep:
+    """What the device made of a plan.
+
+    Attributes:
+        result: Staged keys and values, logits float32[rows, vocab] and the chosen tokens, padded to the bucket.
+        to: Where the staged tokens go.
+        tokens: int32[plan rows], the chosen tokens on the host; they count only for rows that sample.
+        programs: The programs that publish it.
+    """
+
+    result: ForwardResult
+    to: Destinations
+    tokens: np.ndarray
+    programs: Programs
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Transaction:
+    """A step that was executed and not committed.
+
+    Attributes:
+        plan: What was run.
+        lease: Of the store that it was run against.
+        stamps: uint64[rows + unserviceable], the stamps of the plan's requests at that time.
+        free_blocks: int32[free], the pool at that time.
+        staged: What the device made; None if the plan had no rows.
+        fate: Whether it was committed.
+    """
+
+    plan: StepPlan
+    lease: Lease
+    stamps: np.ndarray
+    free_blocks: np.ndarray
+    staged: StagedStep | None
+    fate: Fate = dataclasses.field(default_factory=Fate)
+
+    @property
+    def logits(self) -> jax.Array:
+        """float32[rows, vocab], each row's logits at its last token, in the plan's order."""
+        if self.staged is None:
+            raise ValueError("this transaction has no rows, so it has no logits")
+        return self.staged.result.logits[: len(self.plan.index)]
+
+
+def execute(model: Model, state: EngineState, plan: StepPlan) -> Transaction:
+    """Runs a plan without changing anything that the state can read.
+
+    Args:
+        model: The model that the state was made for.
+        state: The state that the plan was made from.
+        plan: An executable plan, of outcome COMMITTED or UNSERVICEABLE_REQUEST.
+
+    Returns:
+        The transaction; drop it to roll the step back.
+
+    Raises:
+        SpentStateError: A commit has taken the state over.
+        ValueError: The plan is not executable, or was made for another state or model.
+        RetryableStepError: The logits of a row are not finite; the state is untouched.
+    """
+    require_unspent(state)
+    control = state.control
+    if model.decoder.identity != control.facts.identity:
+        raise ValueError("the state was made for another model; execute it with the model given to init_state")
+    if plan.outcome not in (StepOutcome.COMMITTED, StepOutcome.UNSERVICEABLE_REQUEST):
+        raise ValueError(f"a plan of outcome {plan.outcome.name} has nothing to execute; plan again after something changed")
+    _require_rows_match(control, plan)
+    stamps = np.array([control.requests.stamp[row_of(control, int(i))] for i in _ids(plan)], np.uint64)
+    if len(plan.index) == 0:
+        return Transaction(plan, state.store.lease, stamps, control.free_blocks, None)
+    bucket = bucket_for(plan, control.config)
+    batch = pack(control, plan, bucket)
+    result = model.programs.forward(
+        model.programs.params, state.store.pages, state.store.block_table, batch, tile_size=bucket.tile_size
+    )
+    rows = len(plan.index)
+    usable = np.asarray(result.usable)[:rows]
+    if not usable.all():
+        culprits = tuple(int(i) for i in plan.request_ids[~usable])
+        names = ", ".join(map(str, culprits))
+        raise RetryableStepError(f"the logits of request {names} are not finite; the step was dropped", culprits)
+    staged = StagedStep(result, destinations(control, plan, bucket), np.array(result.chosen)[:rows], model.programs)
+    return Transaction(plan, state.store.lease, stamps, control.free_blocks, staged)
+
+
+def commit(
+    state: EngineState, transaction: Transaction, *, donate: bool = True
+) -> tuple[EngineState, tuple[EventRecord, ...]]:
+    """Makes a transaction part of the state.
+
+    Args:
+        state: The state that the transaction was executed from, or one that differs in unrelated requests only.
+        transaction: A transaction that was not committed before.
+        donate: Take over the state's store, which spends the state; False copies the store and keeps the state usable.
+
+    Returns:
+        The next state, and the events that this commit appended to its queue.
+
+    Raises:
+        SpentStateError: Another commit has taken the state over.
+        StaleTransactionError: The transaction was committed already, or its requests, tables or pool have changed
+            since; the state stays usable.
+    """
+    require_unspent(state)
+    _require_fresh(state, transaction)
+    control = _next_control(state.control, transaction)
+    transaction.fate.committed = True
+    store = state.store
+    if transaction.staged is not None:
+        store = _publish(store, transaction.staged, donate)
+    events = control.events[len(state.control.events) :]
+    return EngineState(control, store), events
+
+
+def step(model: Model, state: EngineState) -> tuple[EngineState, tuple[EventRecord, ...]]:
+    """Plans, executes and commits one step; a state with no runnable work is returned as it is.
+
+    Raises:
+        RetryableStepError: See `execute`.
+    """
+    plan = plan_step(state)
+    if plan.outcome in (StepOutcome.NO_WORK, StepOutcome.CAPACITY_DEFERRED):
+        return state, ()
+    return commit(state, execute(model, state, plan))
+
+
+def _ids(plan: StepPlan) -> np.ndarray:
+    return np.concatenate([plan.request_ids, plan.unserviceable])
+
+
+def _require_rows_match(control: Control, plan: StepPlan) -> None:
+    requests = control.requests
+    known = plan.index < len(requests)
+    if (
+        not known.all()
+        or not np.array_equal(requests.id[plan.index], plan.request_ids)
+        or not np.array_equal(requests.processed[plan.index], plan.past)
+        or (plan.past + plan.num_tokens > requests.length[plan.index]).any()
+        or (plan.num_tokens < 1).any()
+    ):
+        raise ValueError("the plan does not fit this state; plan and execute from the same state")
+
+
+def _require_fresh(state: EngineState, transaction: Transaction) -> None:
+    if transaction.fate.committed:
+        raise StaleTransactionError("this transaction was committed already; execute the next plan instead")
+    control, plan = state.control, transaction.plan
+    if state.store.lease is not transaction.lease:
+        raise StaleTransactionError("another step was committed since this transaction ran; plan and execute again")
+    for request_id, stamp in zip(_ids(plan), transaction.stamps, strict=True):
+        row = row_of(control, int(request_id))
+        if row < 0 or control.requests.stamp[row] != stamp:
+            raise StaleTransactionError(f"request {request_id} changed since this transaction ran; plan and execute again")
+    if not np.array_equal(control.free_blocks, transaction.free_blocks):
+        raise StaleTransactionError("the block pool changed since this transaction ran; plan and execute again")
+
+
+def _next_control(control: Control, transaction: Transaction) -> Control:
+    """The control value after the step; pure, and complete before the device write begins."""
+    plan = transaction.plan
+    index = np.array([row_of(control, int(request_id)) for request_id in plan.request_ids], np.int64)
+    counters = control.counters.copy()
+    counters[DEFERRALS] += plan.deferred
+    first_order = counters[ADMISSIONS] + 1
+    counters[ADMISSIONS] += int(plan.is_new.sum())
+    order = control.requests.order[index]
+    order[plan.is_new] = first_order + np.arange(int(plan.is_new.sum()))
+    control = control.replace(  # type: ignore[attr-defined]
+        blocks=_with_reserved(control, index, plan),
+        free_blocks=control.free_blocks[: len(control.free_blocks) - len(plan.reserved)],
+        counters=counters,
+    )
+    control = replace_rows(
+        control,
+        index,
+        status=RequestStatus.ACTIVE,
+        place=plan.places,
+        order=order,
+        processed=plan.past + plan.num_tokens,
+        failures=0,
+    )
+    if transaction.staged is not None:
+        control = _with_tokens(control, index, plan, transaction.staged.tokens)
+    for request_id in plan.unserviceable:
+        control = finish_turn(
+            control,
+            row_of(control, int(request_id)),
+            FinishReason.FAILED,
+            EngineErrorCode.REQUEST_UNSERVICEABLE,
+            f"request {request_id} needs more blocks than the pool of {control.config.num_blocks} has; "
+            "close it and use a larger EngineConfig.num_blocks",
+        )
+    return control
+
+
+def _with_reserved(control: Control, index: np.ndarray, plan: StepPlan) -> LogTable:
+    table = control.blocks
+    ends = np.cumsum(plan.num_reserved)
+    one = plan.num_reserved == 1
+    table = table.append_each(index[one], plan.reserved[ends[one] - 1])
+    for i in np.flatnonzero(plan.num_reserved > 1):
+        table = table.extend(int(index[i]), plan.reserved[ends[i] - plan.num_reserved[i] : ends[i]])
+    return table
+
+
+def _with_tokens(control: Control, index: np.ndarray, plan: StepPlan, chosen: np.ndarray) -> Control:
+    """Appends each sampling row's token, ends the turns that it ends, and publishes the events in the plan's order."""
+    sampling = np.flatnonzero(plan.samples)
+    rows, tokens = index[sampling], chosen[sampling]
+    is_eos = np.isin(tokens, list(control.facts.eos_token_ids))
+    grown = rows[~is_eos]
+    requests = control.requests
+    length, generated = requests.length.copy(), requests.generated.copy()
+    length[grown] += 1
+    generated[grown] += 1
+    control = control.replace(tokens=control.tokens.append_each(grown, tokens[~is_eos]))  # type: ignore[attr-defined]
+    control = replace_rows(control, rows, length=length[rows], generated=generated[rows])
+
+    limit = requests.max_generated[rows]
+    reasons = np.select(
+        [is_eos, (limit > 0) & (generated[rows] >= limit), length[rows] >= requests.max_session[rows]],
+        [FinishReason.EOS, FinishReason.MAX_GENERATED_TOKENS, FinishReason.MAX_SESSION_TOKENS],
+        FinishReason.NONE,
+    )
+    done = reasons != FinishReason.NONE
+    control = replace_rows(control, rows[done], status=RequestStatus.TURN_COMPLETE)
+    events = []
+    for row, token, reason, eos in zip(rows, tokens.tolist(), reasons.tolist(), is_eos, strict=True):
+        flags = EngineEventFlags.NONE if eos else EngineEventFlags.TOKEN
+        if reason:
+            flags |= EngineEventFlags.TURN_FINISHED
+        events.append(
+            EventRecord(
+                request_id=int(requests.id[row]),
+                turn_id=int(requests.turn[row]),
+                flags=flags,
+                token=-1 if eos else token,
+                finish_reason=FinishReason(reason),
+                usage=usage_of(control, int(row)),
+            )
+        )
+    return control.replace(events=(*control.events, *events))  # type: ignore[attr-defined]
+
+
+def _publish(store: Store, staged: StagedStep, donate: bool) -> Store:
+    program = staged.programs.publish if donate else staged.programs.publish_copy
+    store.lease.spent = donate
+    pages, table = program(store.pages, store.block_table, staged.result.staged, staged.to)
+    return Store(pages, table, Lease())
