@@ -6,6 +6,7 @@ for new ones.
 
 import os
 import tempfile
+from pathlib import Path
 
 # Before JAX is imported, and in the environment, so that the programs which tests start see it too.
 _cache = tempfile.TemporaryDirectory(prefix="jaxengine-tests-", ignore_cleanup_errors=True)
@@ -14,6 +15,7 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # ONNX never mixes dtypes, so neither may its translation; rank promotion stays, since ONNX broadcasts by it.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -21,3 +23,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("search", deadline=None, print_blob=True, max_examples=1000)
 hypothesis.settings.load_profile("repeat")
+
+
+@pytest.fixture(scope="session")
+def demo_folder() -> Path:
+    """The demo model's folder in the user's cache; the first test that asks makes it, for marked tests only."""
+    from jaxengine.demo import demo_model_folder
+
+    return demo_model_folder(progress=False)

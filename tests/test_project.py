@@ -114,8 +114,3 @@ def test_files_stay_small():
         if (lines := len(path.read_text().splitlines())) > MAX_LINES
     }
     assert not long, "a file this long holds two ideas: split it"
-
-
-def test_continuous_integration_runs_the_command_that_the_readme_gives():
-    command = (ROOT / ".ci" / "run").read_text().splitlines()[-1]
-    assert f"\n{command}\n" in (ROOT / "README.md").read_text()
