@@ -39,7 +39,7 @@ def id_of(chat: Tokenizer, text: str) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", ["CHATML", "LLAMA3", "THINKING"])
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_C27_templated_text_has_exactly_one_bos_and_later_turns_none(kind, template, adds_bos):
+def test_case_C27_templated_text_has_exactly_one_bos_and_later_turns_none(kind, template, adds_bos):
     """LLAMA3 writes a BOS and the others don't; a tokenizer that begins plain text with one wants one either way."""
     chat = tokenizer(kind, getattr(templates, template), adds_bos=adds_bos)
     first = chat.chat_ids([user("Hello")])
@@ -50,13 +50,13 @@ def test_C27_templated_text_has_exactly_one_bos_and_later_turns_none(kind, templ
     assert id_of(chat, toy.BOS) not in later
 
 
-def test_C27_a_template_that_repeats_the_bos_still_gives_one():
+def test_case_C27_a_template_that_repeats_the_bos_still_gives_one():
     chat = tokenizer("byte_level", "{{ bos_token + bos_token + messages[0].content }}", adds_bos=True)
     assert chat.chat_ids([user("a")]) == [id_of(chat, toy.BOS), *chat.encode("a", add_special_tokens=False)]
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_C27_raw_text_follows_the_tokenizer_even_where_it_spells_the_bos(adds_bos):
+def test_case_C27_raw_text_follows_the_tokenizer_even_where_it_spells_the_bos(adds_bos):
     raw = Tokenizer(toy.byte_level(adds_bos=adds_bos))
     bos = id_of(raw, toy.BOS)
     assert raw.encode(f"{toy.BOS}a").count(bos) == 1 + adds_bos

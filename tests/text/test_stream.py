@@ -37,7 +37,7 @@ def ids_of(kind: str) -> st.SearchStrategy[list[int]]:
 
 @pytest.mark.parametrize("kind", SPELL_ALL)
 @given(text=texts)
-def test_C18_stream_of_encoded_text_is_what_the_library_decodes_at_once(kind, text):
+def test_case_C18_stream_of_encoded_text_is_what_the_library_decodes_at_once(kind, text):
     ids = BACKENDS[kind].encode(text, add_special_tokens=False).ids
     pieces, rest = streamed(TOKENIZERS[kind], ids)
     expected = BACKENDS[kind].decode(ids)
@@ -49,7 +49,7 @@ def test_C18_stream_of_encoded_text_is_what_the_library_decodes_at_once(kind, te
 
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace", "word_level"])
 @given(data=st.data())
-def test_C18_stream_of_any_ids_is_what_the_library_decodes_at_once(kind, data):
+def test_case_C18_stream_of_any_ids_is_what_the_library_decodes_at_once(kind, data):
     ids = data.draw(ids_of(kind))
     pieces, rest = streamed(TOKENIZERS[kind], ids)
     assert "".join(pieces) + rest == TOKENIZERS[kind].decode(ids) == BACKENDS[kind].decode(ids)
@@ -57,7 +57,9 @@ def test_C18_stream_of_any_ids_is_what_the_library_decodes_at_once(kind, data):
 
 @pytest.mark.parametrize("strips", [True, False])
 @given(data=st.data())
-def test_C18_byte_fallback_agrees_with_the_library_but_keeps_whole_characters_in_broken_runs(strips, data):
+def test_case_C18_byte_fallback_agrees_with_the_library_but_keeps_whole_characters_in_broken_runs(
+    strips, data
+):
     kind = "sentencepiece" if strips else "sentencepiece_keeping_spaces"
     ids = data.draw(ids_of(kind) | st.lists(st.sampled_from(byte_tokens("é世😀�a"))))
     pieces, rest = streamed(TOKENIZERS[kind], ids)
@@ -78,7 +80,7 @@ def byte_tokens(text: str) -> list[int]:
 
 @pytest.mark.parametrize("kind", SPELL_ALL)
 @given(text=st.text(st.sampled_from("ab é世😀\u0301")), cut=st.integers(0, 30))
-def test_C18_a_cut_inside_a_character_shows_only_at_the_end(kind, text, cut):
+def test_case_C18_a_cut_inside_a_character_shows_only_at_the_end(kind, text, cut):
     """Every push gives whole characters of the text; an incomplete last one waits and is flushed once."""
     ids = BACKENDS[kind].encode(text, add_special_tokens=False).ids[:cut]
     pieces, rest = streamed(TOKENIZERS[kind], ids)
@@ -90,7 +92,7 @@ def test_C18_a_cut_inside_a_character_shows_only_at_the_end(kind, text, cut):
 
 
 @pytest.mark.parametrize("kind", SPELL_ALL)
-def test_C18_a_character_comes_with_its_last_byte_and_a_real_replacement_character_does_not_wait(kind):
+def test_case_C18_a_character_comes_with_its_last_byte_and_a_real_replacement_character_does_not_wait(kind):
     backend = BACKENDS[kind]
     stream = StreamDecoder(TOKENIZERS[kind])
     stream.push(backend.encode("a", add_special_tokens=False).ids[-1])
@@ -100,7 +102,7 @@ def test_C18_a_character_comes_with_its_last_byte_and_a_real_replacement_charact
         assert last.endswith(character)
 
 
-def test_C18_a_leading_space_is_the_first_tokens_and_no_later_ones():
+def test_case_C18_a_leading_space_is_the_first_tokens_and_no_later_ones():
     """Three words, each its own piece with a space: one-shot decoding drops the first space only."""
     for kind in ("sentencepiece", "metaspace"):
         ids = BACKENDS[kind].encode("the the Hello", add_special_tokens=False).ids

@@ -80,7 +80,7 @@ def test_vocabulary_size_counts_to_the_highest_id(folder):
         ("chat_template.jinja", b"\xff", "chat_template.jinja can't be read"),
     ],
 )
-def test_C19_a_bad_file_is_named(folder, name, content, problem):
+def test_case_C19_a_bad_file_is_named(folder, name, content, problem):
     if content is None:
         (folder / name).unlink()
     else:

@@ -1,0 +1,176 @@
+"""SPEC T2 and case C19: whatever is wrong with a command comes out as one sentence and a nonzero status."""
+
+import json
+import os
+
+import pytest
+
+from jaxengine.cli import main
+from jaxengine.demo import DemoModelError
+from tests.cli.tiny_model import variant
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("", "the following arguments are required: COMMAND"),
+        ("dance", "invalid choice: 'dance'"),
+        ("generate", "the following arguments are required: prompt"),
+        ("generate a --wat", "unrecognized arguments: --wat"),
+        ("generate a --max-tokens 0", "'0' is no whole number above 0"),
+        ("generate a --max-tokens -1", "'-1' is no whole number above 0"),
+        ("generate a --max-tokens many", "'many' is no whole number above 0"),
+        ("generate a --temperature -1", "--temperature is -1.0; give a finite value"),
+        ("generate a --temperature nan", "--temperature is nan; give a finite value"),
+        ("generate a --temperature inf", "--temperature is inf; give a finite value"),
+        ("generate a --temperature hot", "argument --temperature: invalid float value: 'hot'"),
+        ("generate a --top-k -1", "--top-k is -1; give a value from 0"),
+        ("generate a --top-p 1.5", "--top-p is 1.5; give a finite value from 0.0 to 1.0"),
+        ("generate a --seed -1", "--seed is -1; give a value from 0"),
+        ("generate a --weights heavy", "argument --weights: invalid choice: 'heavy'"),
+        ("generate a --raw --system x", "--system needs the chat template that --raw switches off"),
+        ("chat --max-session-tokens 0", "'0' is no whole number above 0"),
+        ("inspect", "the following arguments are required: FOLDER"),
+    ],
+)
+def test_T2_a_wrong_option_is_status_2_and_one_sentence(words, problem, capsys):
+    assert main(words.split()) == 2
+    assert_one_sentence(capsys, problem)
+
+
+@pytest.mark.parametrize("command", [["generate", "a", "--model"], ["chat", "--model"], ["inspect"]])
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("missing", "doesn't exist"),
+        ("file", "is a file; give the folder that holds genai_config.json"),
+        ("empty", "has no genai_config.json"),
+        ("broken_config", "isn't valid JSON"),
+        ("no_graph", "model.onnx"),
+    ],
+)
+def test_T2_a_bad_folder_is_named(tiny, tmp_path, command, name, problem, capsys):
+    folder = tmp_path / name
+    match name:
+        case "file":
+            folder.write_text("")
+        case "empty":
+            folder.mkdir()
+        case "broken_config":
+            variant(tiny, folder)
+            (folder / "genai_config.json").write_text("{")
+        case "no_graph":
+            variant(tiny, folder, drop=("model.onnx",))
+    assert main([*command, str(folder)]) == 1
+    assert_one_sentence(capsys, problem, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        ("no_data", "model.onnx.data"),
+        ("short_data", "model.onnx.data"),
+        ("no_tokenizer", "tokenizer.json can't be read"),
+        ("broken_tokenizer", "tokenizer.json is no tokenizer"),
+        ("beams", "search.num_beams of the model folder is 4"),
+    ],
+)
+def test_T2_a_damaged_folder_is_named_by_what_runs_it(tiny, tmp_path, damage, problem, capsys):
+    folder = variant(tiny, tmp_path / damage, {"num_beams": 4} if damage == "beams" else None)
+    match damage:
+        case "no_data":
+            (folder / "model.onnx.data").unlink()
+        case "short_data":
+            os.truncate(folder / "model.onnx.data", 1000)
+        case "no_tokenizer":
+            (folder / "tokenizer.json").unlink()
+        case "broken_tokenizer":
+            (folder / "tokenizer.json").write_text("{}")
+    assert main(["generate", "a", "--model", str(folder)]) == 1
+    assert_one_sentence(capsys, problem)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["generate", ""], "the prompt is empty; give at least one character"),
+        (["generate", "\udcff", "--raw"], "half of a character; give valid Unicode text"),
+        (["generate", "\udcff"], "half of a character; give valid Unicode text"),
+        (["generate", "x" * 1024, "--raw"], "1024 tokens of at most 1024"),
+    ],
+)
+def test_T2_a_bad_prompt_is_status_1_and_one_sentence(tiny, words, problem, capsys):
+    assert main([*words, "--model", str(tiny)]) == 1
+    assert_one_sentence(capsys, problem)
+
+
+def test_T2_a_chat_needs_a_template_and_a_limit_within_the_models(tiny, tmp_path, capsys):
+    plain = variant(tiny, tmp_path / "plain", drop=("tokenizer_config.json", "chat_template.jinja"))
+    assert main(["chat", "--model", str(plain)]) == 1
+    assert_one_sentence(capsys, "has no chat template, so it can't chat")
+    assert main(["chat", "--model", str(tiny), "--max-session-tokens", "1025"]) == 1
+    assert_one_sentence(
+        capsys, "--max-session-tokens is 1025; this model allows at most 1024 tokens a session"
+    )
+
+
+def test_T2_a_refusing_template_says_why(tiny, tmp_path, capsys):
+    folder = variant(tiny, tmp_path / "refusing")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no systems here') }}")
+    assert main(["generate", "a", "--system", "b", "--model", str(folder)]) == 1
+    assert_one_sentence(capsys, "the chat template refuses these messages: no systems here")
+
+
+def test_case_C19_all_that_is_unsupported_is_listed_before_weights_load(tiny, tmp_path, capsys):
+    """Two operators renamed to unknown ones, and no weights at all: both are told, by name, in one sentence."""
+    import onnx
+
+    folder = variant(tiny, tmp_path / "unknown", drop=("model.onnx.data",))
+    graph = onnx.load(folder / "model.onnx", load_external_data=False)
+    first = next(node for node in graph.graph.node if node.op_type == "GroupQueryAttention")
+    last = graph.graph.node[-1]
+    first.op_type, last.op_type = "Frobnicate", "Twiddle"
+    (folder / "model.onnx").write_bytes(graph.SerializeToString())
+    assert main(["generate", "a", "--model", str(folder)]) == 1
+    assert_one_sentence(capsys, "Frobnicate", "Twiddle", first.name, last.name)
+    assert main(["inspect", str(folder), "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["unsupported"]) == 2
+
+
+def test_T2_a_demo_model_that_cannot_be_made_says_why(monkeypatch, capsys):
+    def fail(progress):
+        raise DemoModelError("the wheel can't be downloaded; give --model FOLDER")
+
+    monkeypatch.setattr("jaxengine.cli.session.demo_model_folder", fail)
+    assert main(["generate", "a"]) == 1
+    assert_one_sentence(capsys, "the wheel can't be downloaded")
+
+
+def test_T2_the_command_itself_leaves_no_traceback(start):
+    """The same through a process: the status reaches the shell, and nothing else is printed."""
+    process = start("generate", "a", "--model", "/nowhere")
+    out, err = process.communicate()
+    assert (process.returncode, out) == (1, b"")
+    assert err == b"jaxengine: error: The model folder /nowhere doesn't exist.\n"
+
+
+@pytest.mark.parametrize("words", ["--help", "generate --help", "chat --help", "inspect --help", "--version"])
+def test_asking_for_help_is_no_error(words, capsys):
+    assert main(words.split()) == 0
+    out, err = capsys.readouterr()
+    assert out
+    assert err == ""
+
+
+def test_help_tells_where_sampling_defaults_come_from(capsys):
+    main(["generate", "--help"])
+    assert "search section of the folder's genai_config.json" in " ".join(capsys.readouterr().out.split())
+
+
+def assert_one_sentence(capsys, *parts):
+    """Nothing on standard output; one line on standard error that holds all `parts` and begins as errors do."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("jaxengine: error: ")
+    assert err.count("\n") == 1
+    assert not [part for part in parts if part not in err]

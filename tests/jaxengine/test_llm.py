@@ -1,0 +1,210 @@
+"""`LLM` answers any number of prompts at once as if each were alone, and refuses bad ones before anything runs."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import jaxengine as je
+from jaxengine.llm import LLM
+from jaxengine.text import TextError
+from tests.cli.tiny_model import variant, write_tiny_folder
+
+PROMPTS = ["hello", "a b c", "12 12", "x", "the quick brown fox", "世界 😀"]
+CHATS = [[{"role": "user", "content": text}] for text in PROMPTS[:3]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(folder, je.EngineConfig(max_batch_size=2, num_blocks=16)) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def short(folder):
+    """Sixteen tokens in all: the pool's one block."""
+    with LLM(folder, je.EngineConfig(max_batch_size=2, num_blocks=1)) as llm:
+        yield llm
+
+
+def is_idle(llm):
+    metrics = llm._engine.metrics
+    return (
+        metrics.residents == 0
+        and metrics.free_blocks == metrics.num_blocks
+        and len(llm._engine._handles) == 0
+    )
+
+
+def test_E6_more_prompts_than_rows_come_out_in_order_and_as_if_alone(llm):
+    together = llm.generate(PROMPTS, max_tokens=6)
+    alone = [llm.generate(prompt, max_tokens=6)[0] for prompt in PROMPTS]
+    assert together == alone
+    assert [completion.prompt_token_ids for completion in together] == [
+        tuple(llm.tokenizer.encode(prompt)) for prompt in PROMPTS
+    ]
+    assert len({completion.token_ids for completion in together}) > 1
+    assert is_idle(llm)
+
+
+def test_prompts_share_steps(llm):
+    before = llm._engine.metrics.steps
+    completions = llm.generate(PROMPTS[:2], max_tokens=6)
+    assert llm._engine.metrics.steps - before == max(len(c.token_ids) for c in completions) == 6
+
+
+def test_a_completion_tells_tokens_text_reason_and_usage(llm):
+    (completion,) = llm.generate([[40, 41, 42]], je.SamplingParams(temperature=0.0), max_tokens=5)
+    assert completion.prompt_token_ids == (40, 41, 42)
+    assert completion.text == llm.tokenizer.decode(completion.token_ids)
+    assert completion.finish_reason == je.FinishReason.MAX_GENERATED_TOKENS
+    assert completion.usage == je.Usage(prompt_tokens=3, generated_tokens=5)
+    assert completion.error == ""
+
+
+def test_E6_prompts_wait_until_their_longest_outcome_has_blocks(folder, llm):
+    """Ten blocks, up to nine a prompt: two at once could come to a stop half way."""
+    with LLM(folder, je.EngineConfig(max_batch_size=4, num_blocks=10, block_size=4)) as tight:
+        assert tight.generate(PROMPTS[:3], max_tokens=26) == llm.generate(PROMPTS[:3], max_tokens=26)
+        assert tight._engine.metrics.deferred_rows == 0
+
+
+def test_K3_a_seed_makes_sampled_completions_repeatable(llm):
+    params = je.SamplingParams(temperature=1.0, top_k=0, seed=5)
+    first = llm.generate(PROMPTS[:3], params, max_tokens=6)
+    assert llm.generate(PROMPTS[:3], params, max_tokens=6) == first
+    assert llm.generate(PROMPTS[:3], dataclasses.replace(params, seed=6), max_tokens=6) != first
+
+
+def test_chat_goes_through_the_template(llm):
+    answers = llm.chat(CHATS, max_tokens=4)
+    assert [answer.prompt_token_ids for answer in answers] == [
+        tuple(llm.tokenizer.chat_ids(chat)) for chat in CHATS
+    ]
+    assert answers == llm.generate([llm.tokenizer.chat_ids(chat) for chat in CHATS], max_tokens=4)
+    assert llm.chat(CHATS[0], max_tokens=4) == answers[:1]
+
+
+@pytest.mark.parametrize("max_tokens", [None, 0, 1, 100])
+@pytest.mark.parametrize("length", [15, 16, 17])
+def test_case_C16_a_prompt_at_the_limit(short, length, max_tokens):
+    """At most 16 in all: 15 leave room for one; 16 and 17 are refused, naming both numbers; 0 new means none."""
+    prompt = [40] * length
+    if length >= 16:
+        with pytest.raises(ValueError, match=rf"prompt 0 is refused: .* {length} tokens of at most 16"):
+            short.generate([prompt], max_tokens=max_tokens)
+        return
+    (completion,) = short.generate([prompt], max_tokens=max_tokens)
+    expected = {
+        None: (1, je.FinishReason.MAX_SESSION_TOKENS),
+        0: (0, je.FinishReason.MAX_GENERATED_TOKENS),
+        1: (1, je.FinishReason.MAX_GENERATED_TOKENS),
+        100: (1, je.FinishReason.MAX_SESSION_TOKENS),
+    }[max_tokens]
+    assert (len(completion.token_ids), completion.finish_reason) == expected
+    assert completion.usage == je.Usage(prompt_tokens=15, generated_tokens=expected[0])
+
+
+def test_case_C16_no_new_tokens_is_a_counted_prompt_and_no_step(llm):
+    before = llm._engine.metrics.steps
+    completions = llm.generate(["hello", "12"], max_tokens=0)
+    assert llm._engine.metrics.steps == before
+    assert [(c.text, c.token_ids) for c in completions] == [("", ()), ("", ())]
+    assert [c.usage.prompt_tokens for c in completions] == [
+        len(llm.tokenizer.encode(text)) for text in ("hello", "12")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "problem"),
+    [
+        ("", ValueError, "prompt 1 is refused: the turn has no tokens"),
+        ([], ValueError, "prompt 1 is refused: the turn has no tokens"),
+        ([1, 265], ValueError, "prompt 1 is refused: token 265 is outside the vocabulary of 265"),
+        ([-1], ValueError, "prompt 1 is refused: token -1 is outside"),
+        ([1.5], ValueError, "prompt 1 is refused: the turn's tokens are float64"),
+        ([40] * 256, ValueError, "prompt 1 is refused: .* 256 tokens of at most 256"),
+        ("half \ud83d", TextError, "prompt 1: the text holds .* half of a character"),
+        (7, TypeError, "prompt 1 is 7; give a text or a list of token ids"),
+    ],
+)
+def test_T2_one_bad_prompt_is_named_before_anything_runs(llm, bad, error, problem):
+    before = llm._engine.metrics.steps
+    with pytest.raises(error, match=problem):
+        llm.generate(["hello", bad], max_tokens=4)
+    assert llm._engine.metrics.steps == before
+    assert is_idle(llm)
+
+
+def test_T2_a_bad_conversation_and_a_bad_limit_are_named(llm):
+    with pytest.raises(TextError, match="conversation 1: the chat template refuses"):
+        llm.chat([CHATS[0], [{"role": "user"}]], max_tokens=4)
+    with pytest.raises(ValueError, match="max_generated_tokens is -1"):
+        llm.generate("hello", max_tokens=-1)
+    assert llm.generate([]) == []
+
+
+def test_F7_a_prompt_that_fails_costs_the_others_nothing(folder, llm):
+    """One token's embedding is no number: its request fails, the rest is as without it."""
+    with LLM(folder, je.EngineConfig(max_batch_size=3, num_blocks=16)) as broken:
+        poison = broken.tokenizer.encode("Z")[0]
+        params = broken.model.decoder.params
+        (name,) = [name for name in params if name.endswith(":table")]
+        scales = np.array(params[name].scales)
+        scales[poison] = np.nan
+        params[name] = dataclasses.replace(params[name], scales=scales)
+        completions = broken.generate(["hello", "aZ", "x"], max_tokens=4)
+    assert [completions[0], completions[2]] == llm.generate(["hello", "x"], max_tokens=4)
+    assert completions[1].finish_reason == je.FinishReason.FAILED
+    assert completions[1].token_ids == ()
+    assert "finite" in completions[1].error
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])
+def test_requests_are_closed_whatever_ends_the_call(llm, monkeypatch, interruption):
+    """Ctrl-C in the middle leaves an engine that works."""
+    expected = llm.generate(PROMPTS, max_tokens=4)
+    run, calls = llm._engine.run, iter(range(100))
+
+    def interrupted(*args):
+        if next(calls) == 3:
+            raise interruption
+        return run(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._engine, "run", interrupted)
+        with pytest.raises(interruption):
+            llm.generate(PROMPTS, max_tokens=4)
+    assert is_idle(llm)
+    assert llm.generate(PROMPTS, max_tokens=4) == expected
+
+
+def test_case_C10_a_tokenizer_wider_than_the_logits_is_refused_when_loading(folder, tmp_path):
+    from tokenizers import Tokenizer
+
+    wide = variant(folder, tmp_path / "wide", drop=("tokenizer.json",))
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_tokens(["one more"])
+    backend.save(str(wide / "tokenizer.json"))
+    with pytest.raises(TextError, match="ids up to 265 but the model only 265 logits"):
+        LLM(wide)
+
+
+def test_case_C12_sampling_that_the_folder_makes_greedy_is_warned_of(folder, tmp_path):
+    with LLM(variant(folder, tmp_path / "greedy", {"top_k": 1})) as llm:
+        with pytest.warns(UserWarning, match="the model folder sets top_k to 1"):
+            llm.generate("hello", je.SamplingParams(temperature=0.8), max_tokens=1)
+        llm.generate("hello", je.SamplingParams(temperature=0.8, top_k=5), max_tokens=1)
+
+
+def test_a_closed_llm_refuses_work(folder):
+    llm = LLM(folder)
+    llm.close()
+    llm.close()
+    with pytest.raises(je.EngineError, match="closed"):
+        llm.generate("hello")
