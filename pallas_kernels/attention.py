@@ -56,10 +56,11 @@ def paged_attention(
     picked = picked.reshape(num_tiles, num_kv_heads, group * tile_size, head_dim)
     query_position = tiles.past[:, None] + (tiles.start - tiles.row_start)[:, None] + lanes
     query_position = jnp.where(lanes < tiles.count[:, None], query_position, -1)
+    key_end = tiles.past + tiles.start - tiles.row_start + tiles.count
     query_position = jnp.tile(query_position, (1, group))[:, None, :, None]
 
-    def walk(nth: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        best, total, output = carry
+    def walk(nth: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        best, output = carry
         position = nth * KEY_TILE + jnp.arange(KEY_TILE)
         column = jnp.minimum(position // block_size, block_table.shape[1] - 1)
         block = block_table[tiles.place[:, None], column]
@@ -68,24 +69,24 @@ def paged_attention(
         slot = jnp.clip(block, 0, num_blocks - 1) * block_size + position % block_size
         fresh = jnp.clip(position - tiles.past[:, None] + tiles.row_start[:, None], 0, num_tokens - 1)
         kv = jnp.where(committed[:, :, None, None, None], slots[slot], staged[fresh]).astype(jnp.float32)
+        # Slots that nothing has written may hold NaN: they are selected away, not multiplied by zero.
+        written = (position < key_end[:, None]) & ~hole
+        values = jnp.where(written[:, :, None, None], kv[:, :, 1], 0.0)
 
-        visible = (position <= query_position) & ~hole[:, None, None, :]
         scores = jnp.einsum("tkqd,tskd->tkqs", picked, kv[:, :, 0], preferred_element_type=jnp.float32)
-        scores = jnp.where(visible, scores, -jnp.inf)
+        scores = jnp.where((position <= query_position) & ~hole[:, None, None, :], scores, -jnp.inf)
         best_now = jnp.maximum(best, scores.max(axis=-1, keepdims=True))
         finite = jnp.where(jnp.isneginf(best_now), 0.0, best_now)
         weights = jnp.exp(scores - finite)
-        # A masked key must not reach the sum even if it is NaN, so values are selected, not multiplied by zero.
-        values = jnp.where((position < (tiles.past + tiles.start - tiles.row_start + tiles.count)[:, None])[:, :, None, None]
-                           & ~hole[:, :, None, None], kv[:, :, 1], 0.0)
-        shrink = jnp.exp(jnp.where(jnp.isneginf(best), -jnp.inf, best - finite))
-        total = total * shrink + weights.sum(axis=-1, keepdims=True)
-        output = output * shrink + jnp.einsum("tkqs,tskd->tkqd", weights, values, preferred_element_type=jnp.float32)
-        return best_now, total, output
+        # A column of ones makes the product sum the weights too: XLA orders a plain sum by the size of the array.
+        summed = jnp.concatenate([values, jnp.ones((*values.shape[:-1], 1))], axis=-1)
+        product = jnp.einsum("tkqs,tskd->tkqd", weights, summed, preferred_element_type=jnp.float32)
+        return best_now, output * jnp.exp(best - finite) + product
 
     shape = (num_tiles, num_kv_heads, group * tile_size)
-    start = (jnp.full((*shape, 1), -jnp.inf), jnp.zeros((*shape, 1)), jnp.zeros((*shape, head_dim)))
-    _, total, output = jax.lax.fori_loop(0, tiles.num_key_tiles, walk, start)
-    output = output / jnp.where(total == 0.0, 1.0, total)
+    start = (jnp.full((*shape, 1), -jnp.inf), jnp.zeros((*shape, head_dim + 1)))
+    _, output = jax.lax.fori_loop(0, tiles.num_key_tiles, walk, start)
+    total = output[..., -1:]
+    output = output[..., :-1] / jnp.where(total == 0.0, 1.0, total)
     output = output.reshape(num_tiles, num_kv_heads, group, tile_size, head_dim).transpose(0, 3, 1, 2, 4)
     return output.reshape(num_tiles * tile_size, num_heads, head_dim)[tiles.lane].astype(query.dtype)
