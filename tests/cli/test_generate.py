@@ -138,3 +138,13 @@ def test_without_a_model_the_demo_model_answers(tiny, llm, monkeypatch, capsys):
     monkeypatch.setattr("jaxengine.cli.session.demo_model_folder", lambda progress: tiny)
     assert main(["generate", "hello", "--max-tokens", "3"]) == 0
     assert capsys.readouterr().out == llm.chat(chat(("user", "hello")), max_tokens=3)[0].text + "\n"
+
+
+@pytest.mark.demo
+@pytest.mark.slow
+def test_T1_the_demo_model_knows_the_capital_of_france(demo, start):
+    process = start("generate", "What is the capital of France?")
+    out, err = process.communicate()
+    assert process.returncode == 0
+    assert out == b"The capital of France is Paris.\n"
+    assert err == b""
