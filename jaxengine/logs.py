@@ -84,10 +84,10 @@ class LogTable:
         return LogTable(*(np.delete(column, row, axis=0) for column in columns))
 
     def read(self, row: int, start: int, stop: int) -> np.ndarray:
-        """Returns entries [start, stop) of `row` as int32[stop - start]."""
+        """Returns a copy of entries [start, stop) of `row` as int32[stop - start]."""
         older: Log = self.older[row]
         if start >= older.length:
-            return self.tail[row, start - older.length : stop - older.length]
+            return self.tail[row, start - older.length : stop - older.length].copy()
         newest = self.tail[row, : max(stop - older.length, 0)]
         return np.concatenate([older.read(start, min(stop, older.length)), newest])
 
