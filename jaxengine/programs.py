@@ -21,8 +21,8 @@ from jaxengine.sampling import SamplingRows, sample
 from jaxengine.state import Control
 from pallas_kernels import KEY_TILE, QueryTiles, make_query_tiles, max_query_tiles, paged_attention
 
-DECODE_TILE, PREFILL_TILE = 2, 16
-MIXED_BUCKETS = (16, 64, 256, 1024, 2048)
+DECODE_TILE, PREFILL_TILE = 1, 16
+SMALLEST_MIXED_BUCKET = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def bucket_for(plan: StepPlan, config: EngineConfig) -> Bucket:
         size = _power_of_two(max(len(plan.request_ids), 2))
         return Bucket(size, size, DECODE_TILE, max_query_tiles(size, size, DECODE_TILE))
     total = plan.total_tokens
-    size = next((bucket for bucket in MIXED_BUCKETS if bucket >= total), _power_of_two(total))
+    size = max(_power_of_two(total), SMALLEST_MIXED_BUCKET)
     return Bucket(size, rows, PREFILL_TILE, max_query_tiles(size, config.max_batch_size, PREFILL_TILE))
 
 

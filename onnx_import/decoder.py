@@ -13,7 +13,7 @@ from onnx_import.folder import FolderConfig
 from onnx_import.model_folder import ModelFolder
 from onnx_import.plan import Plan, PlannedCall, make_plan, survey
 from onnx_import.protocols import Attention, AttentionSpec
-from onnx_import.registry import Environment
+from onnx_import.registry import Environment, WeightPlan
 from onnx_import.weights import WeightFiles, model_identity
 
 WeightMode = Literal["exact", "fast"]
@@ -113,19 +113,22 @@ def import_decoder(folder: ModelFolder, weights: WeightMode = "exact") -> Decode
 
 def load_params(plan: Plan, files: WeightFiles) -> dict[str, Any]:
     """Build the parameters one at a time, so that one tensor at most exists twice in host memory."""
-    params = {}
-    for key, weight in plan.weights.items():
-        built = weight.build(*(files.read(tensor) for tensor in weight.sources))
-        # A copy always: arrays that alias the mapped file would change, or fault, when the file does.
-        params[key] = jax.tree.map(lambda array: jax.block_until_ready(jnp.array(array, copy=True)), built)
-    return params
+    return {key: _load(weight, files) for key, weight in plan.weights.items()}
+
+
+def _load(weight: WeightPlan, files: WeightFiles) -> Any:
+    built = weight.build(*(files.read(tensor) for tensor in weight.sources))
+    # A copy always: arrays that alias the mapped file would change, or fault, when the file does.
+    return jax.tree.map(lambda array: jnp.array(array, copy=True).block_until_ready(), built)
 
 
 def _dry_run(plan: Plan, folder: ModelFolder) -> tuple[tuple[AttentionSpec, ...], int]:
     """Trace the plan on shapes alone: finds each layer's geometry and any node whose shapes don't fit."""
     specs: dict[int, AttentionSpec] = {}
 
-    def attention(spec: AttentionSpec, query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, None]:
+    def attention(
+        spec: AttentionSpec, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, None]:
         specs[spec.layer] = spec
         return query, None
 
@@ -150,7 +153,9 @@ def _check_widths(
     if logits[0] != rows:
         problems.append(f"its last layers turn {rows} selected rows into {logits[0]}")
     if logits[1] < config.vocab_size:
-        problems.append(f"its logits are {logits[1]} wide, below the configuration's vocabulary of {config.vocab_size}")
+        problems.append(
+            f"its logits are {logits[1]} wide, below the configuration's vocabulary of {config.vocab_size}"
+        )
     for planned in plan.head:
         key = planned.params.get("cos_cache")
         if key is not None and np.shape(plan.weights[key].struct)[0] < config.context_length:

@@ -203,7 +203,9 @@ def _lenient_id(model: _Section, name: str, vocab_size: int) -> int | None:
     if len(ids) > 1:
         model.notes.append(f"{model.file.name}: key {model.key(name)!r} is a list; {ids[0]} is used.")
     if ids and not 0 <= ids[0] < vocab_size:
-        model.notes.append(f"{model.file.name}: key {model.key(name)!r} is {ids[0]}, no token; it is ignored.")
+        model.notes.append(
+            f"{model.file.name}: key {model.key(name)!r} is {ids[0]}, no token; it is ignored."
+        )
         return None
     return ids[0] if ids else None
 

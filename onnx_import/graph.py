@@ -103,14 +103,18 @@ def parse_graph(file: Path) -> Graph:
     return Graph(
         file=file,
         opsets={opset.domain: opset.version for opset in model.opset_import},
-        inputs={value.name: _value_type(value) for value in model.graph.input if value.name not in initializers},
+        inputs={
+            value.name: _value_type(value) for value in model.graph.input if value.name not in initializers
+        },
         outputs=tuple(value.name for value in model.graph.output),
         nodes=nodes,
         tensors=tensors,
     )
 
 
-def live_nodes(nodes: Iterable[Node], roots: Iterable[str], reads: Mapping[str, tuple[str, ...]]) -> tuple[Node, ...]:
+def live_nodes(
+    nodes: Iterable[Node], roots: Iterable[str], reads: Mapping[str, tuple[str, ...]]
+) -> tuple[Node, ...]:
     """The nodes that `roots` depend on, in order; `reads` gives the inputs that a node (by first output) reads."""
     wanted, kept = set(roots), []
     for node in reversed(tuple(nodes)):
@@ -122,7 +126,9 @@ def live_nodes(nodes: Iterable[Node], roots: Iterable[str], reads: Mapping[str, 
 
 def _node(proto: onnx.NodeProto) -> Node:
     attributes = {item.name: onnx.helper.get_attribute_value(item) for item in proto.attribute}
-    attributes = {key: value.decode() if isinstance(value, bytes) else value for key, value in attributes.items()}
+    attributes = {
+        key: value.decode() if isinstance(value, bytes) else value for key, value in attributes.items()
+    }
     domain = "" if proto.domain == "ai.onnx" else proto.domain
     return Node(domain, proto.op_type, proto.name, tuple(proto.input), tuple(proto.output), attributes)
 
@@ -169,7 +175,9 @@ def _constant(node: Node) -> Tensor | None:
     for name, dtype in (("value_int", np.int64), ("value_ints", np.int64), ("value_float", np.float32)):
         if name in node.attributes:
             array = np.asarray(node.attributes[name], dtype)
-            return Tensor(node.outputs[0], array.dtype, array.shape, array.shape, False, None, 0, array.nbytes, array)
+            return Tensor(
+                node.outputs[0], array.dtype, array.shape, array.shape, False, None, 0, array.nbytes, array
+            )
     return None
 
 

@@ -132,7 +132,9 @@ def _attention_layers(
             problems.append(f"{node.label} reads the cache of layer {match[1]}, as another node does")
         else:
             layers[node.outputs[0]] = int(match[1])
-    expected = {layer for group in manifest.state_groups if group.kind == "paged_kv" for layer in group.layer_ids}
+    expected = {
+        layer for group in manifest.state_groups if group.kind == "paged_kv" for layer in group.layer_ids
+    }
     for layer in sorted(expected.symmetric_difference(layers.values())):
         where = "the graph" if layer in expected else "the configuration's 'paged_kv' group"
         problems.append(f"layer {layer} has no attention in {where}")

@@ -177,12 +177,16 @@ def _inputs(
         elif rule.role is Role.UNREAD:
             continue
         elif tensor is not None and tensor.dtype.name not in rule.dtypes:
-            problems.append(f"{node.label} has {rule.name} {name!r} of type {tensor.dtype.name}, which isn't supported")
+            problems.append(
+                f"{node.label} has {rule.name} {name!r} of type {tensor.dtype.name}, which isn't supported"
+            )
         elif tensor is None and rule.role in (Role.WEIGHT, Role.STATIC):
             problems.append(f"{node.label} needs its input {rule.name!r} ({name!r}) to be a constant")
         elif tensor is not None and rule.role is Role.STATIC:
             if tensor.raw is None:
-                problems.append(f"{node.label} has its {rule.name!r} ({name!r}) in external data, which isn't supported")
+                problems.append(
+                    f"{node.label} has its {rule.name!r} ({name!r}) in external data, which isn't supported"
+                )
             else:
                 statics[rule.name] = tuple(int(item) for item in np.ravel(tensor.raw))
     return statics

@@ -4,6 +4,12 @@ from onnx_import.ops import attention, embedding, matmul, norm, quantized, stand
 from onnx_import.registry import Registry
 
 REGISTRY = Registry(
-    (*standard.OPERATORS, *matmul.OPERATORS, *norm.OPERATORS, *embedding.OPERATORS, *attention.OPERATORS,
-     *quantized.OPERATORS)
+    (
+        *standard.OPERATORS,
+        *matmul.OPERATORS,
+        *norm.OPERATORS,
+        *embedding.OPERATORS,
+        *attention.OPERATORS,
+        *quantized.OPERATORS,
+    )
 )

@@ -61,7 +61,9 @@ def _check(call: Call, tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 OPERATORS = (
     Operator(
-        "com.microsoft", "RotaryEmbedding", 1,
+        "com.microsoft",
+        "RotaryEmbedding",
+        1,
         (Input("input"), Input("position_ids", dtypes=INTEGERS), Input("cos_cache"), Input("sin_cache")),
         {
             "interleaved": Attribute(0, only=(0, 1)),
@@ -70,6 +72,7 @@ OPERATORS = (
             "is_packed_batching": Attribute(0, only=(0, 1)),
             "scale": Attribute(1.0, only=(1.0,)),
         },
-        _run, check=_check,
+        _run,
+        check=_check,
     ),
 )

@@ -46,7 +46,11 @@ OPERATORS = (
         "SimplifiedLayerNormalization",
         1,
         (Input("X"), Input("scale")),
-        {"epsilon": Attribute(1e-5), "axis": Attribute(-1, only=(-1,)), "stash_type": Attribute(1, only=(1,))},
+        {
+            "epsilon": Attribute(1e-5),
+            "axis": Attribute(-1, only=(-1,)),
+            "stash_type": Attribute(1, only=(1,)),
+        },
         _simplified,
     ),
     Operator(

@@ -1,6 +1,6 @@
 """Block-quantised weights: reading them (MatMulNBits, GatherBlockQuantized) and multiplying by integers.
 
-Two ways to hold a MatMulNBits weight. *Exact*: dequantised block by block to a float `[out, in]` matrix.
+Two ways to hold a MatMulNBits weight. *Exact*: dequantised block by block to a float matrix.
 *Fast*: requantised to int8 with one scale an output row, multiplied on the processor's integer dot.
 """
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onnx_import.graph import Tensor
-from onnx_import.ops.matmul import contract
+from onnx_import.ops.matmul import contract, dense_struct, dense_weight
 from onnx_import.registry import (
     FLOATS,
     INTEGERS,
@@ -85,8 +85,14 @@ def unpack(data: np.ndarray, bits: int, count: int) -> np.ndarray:
 
 
 def dequantise(
-    data: np.ndarray, scales: np.ndarray, zero_points: np.ndarray | None = None, *,
-    bits: int, block_size: int, rows: int, columns: int,
+    data: np.ndarray,
+    scales: np.ndarray,
+    zero_points: np.ndarray | None = None,
+    *,
+    bits: int,
+    block_size: int,
+    rows: int,
+    columns: int,
 ) -> np.ndarray:
     """The float matrix [rows, columns] behind MatMulNBits' B, scales and zero points: (code - zero) * scale.
 
@@ -113,16 +119,22 @@ def zero_values(zero_points: np.ndarray | None, scales: np.ndarray, bits: int) -
 def _matmul_weights(call: Call, tensors: Mapping[str, Tensor], mode: str) -> Mapping[str, WeightPlan]:
     rows, columns = call.attributes["N"], call.attributes["K"]
     read = partial(
-        dequantise, bits=call.attributes["bits"], block_size=call.attributes["block_size"], rows=rows, columns=columns
+        dequantise,
+        bits=call.attributes["bits"],
+        block_size=call.attributes["block_size"],
+        rows=rows,
+        columns=columns,
     )
     sources = tuple(tensors[name] for name in ("B", "scales", "zero_points") if name in tensors)
     key = "+".join(source.key for source in sources)
     if mode == "fast":
         fast = QuantisedWeight(
-            codes=jax.ShapeDtypeStruct((rows, columns), jnp.int8), scale=jax.ShapeDtypeStruct((rows,), jnp.float32)
+            codes=jax.ShapeDtypeStruct((rows, columns), jnp.int8),
+            scale=jax.ShapeDtypeStruct((rows,), jnp.float32),
         )
         return {"B": WeightPlan(f"{key}:int8", fast, sources, lambda *arrays: quantise_rows(read(*arrays)))}
-    return {"B": WeightPlan(key, jax.ShapeDtypeStruct((rows, columns), tensors["scales"].dtype), sources, read)}
+    dense = dense_struct(rows, columns, tensors["scales"].dtype)
+    return {"B": WeightPlan(f"{key}:dense", dense, sources, lambda *arrays: dense_weight(read(*arrays)))}
 
 
 def _matmul_run(call: Call, args: Arguments, env: Environment) -> tuple[jax.Array]:
@@ -143,7 +155,10 @@ def _matmul_check(call: Call, tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _table_shape(call: Call, tensors: Mapping[str, Tensor]) -> tuple[int, int, int]:
-    rows, width = tensors["data"].shape[0], int(np.prod(tensors["data"].shape[1:])) * 8 // call.attributes["bits"]
+    rows, width = (
+        tensors["data"].shape[0],
+        int(np.prod(tensors["data"].shape[1:])) * 8 // call.attributes["bits"],
+    )
     return rows, width, -(-width // call.attributes["block_size"])
 
 
@@ -154,7 +169,9 @@ def _table_weights(call: Call, tensors: Mapping[str, Tensor], mode: str) -> Mapp
 
     def build(data: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None = None) -> QuantisedTable:
         scales = scales.reshape(rows, blocks)
-        return QuantisedTable(codes=data.reshape(rows, -1), scales=scales, zeros=zero_values(zeros, scales, bits))
+        return QuantisedTable(
+            codes=data.reshape(rows, -1), scales=scales, zeros=zero_values(zeros, scales, bits)
+        )
 
     factors = jax.ShapeDtypeStruct((rows, blocks), tensors["scales"].dtype)
     codes = jax.ShapeDtypeStruct((rows, width * bits // 8), jnp.uint8)
@@ -172,7 +189,9 @@ def _table_run(call: Call, args: Arguments, env: Environment) -> tuple[jax.Array
     if call.attributes["bits"] == 4:
         codes = jnp.stack((codes & 15, codes >> 4), axis=-1).reshape(*indices.shape, -1)
     width = codes.shape[-1]
-    scales, zeros = (jnp.repeat(part, call.attributes["block_size"], axis=-1)[..., :width] for part in (scales, zeros))
+    scales, zeros = (
+        jnp.repeat(part, call.attributes["block_size"], axis=-1)[..., :width] for part in (scales, zeros)
+    )
     return ((codes.astype(scales.dtype) - zeros) * scales,)
 
 
@@ -202,7 +221,9 @@ _CODES = frozenset(("uint8",))
 
 OPERATORS = (
     Operator(
-        "com.microsoft", "MatMulNBits", 1,
+        "com.microsoft",
+        "MatMulNBits",
+        1,
         (
             Input("A"),
             Input("B", Role.WEIGHT, dtypes=_CODES),
@@ -220,10 +241,14 @@ OPERATORS = (
             "accuracy_level": Attribute(0),
             "weight_prepacked": Attribute(0, only=(0,)),
         },
-        _matmul_run, weights=_matmul_weights, check=_matmul_check,
+        _matmul_run,
+        weights=_matmul_weights,
+        check=_matmul_check,
     ),
     Operator(
-        "com.microsoft", "GatherBlockQuantized", 1,
+        "com.microsoft",
+        "GatherBlockQuantized",
+        1,
         (
             Input("data", Role.WEIGHT, dtypes=_CODES),
             Input("indices", dtypes=INTEGERS),
@@ -236,6 +261,8 @@ OPERATORS = (
             "gather_axis": Attribute(0, only=(0,)),
             "quantize_axis": Attribute(1),
         },
-        _table_run, weights=_table_weights, check=_table_check,
+        _table_run,
+        weights=_table_weights,
+        check=_table_check,
     ),
 )

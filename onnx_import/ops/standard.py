@@ -7,7 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import onnx
 
-from onnx_import.registry import FLOATS, INTEGERS, Arguments, Attribute, Call, Environment, Input, Operator, Role
+from onnx_import.registry import (
+    FLOATS,
+    INTEGERS,
+    Arguments,
+    Attribute,
+    Call,
+    Environment,
+    Input,
+    Operator,
+    Role,
+)
 
 Results = tuple[jax.Array | None, ...]
 
@@ -83,17 +93,34 @@ OPERATORS = (
         "", "Reshape", 5, (Input("data"), _static("shape")), {"allowzero": Attribute(0, only=(0,))}, _reshape
     ),
     Operator(
-        "", "Split", 13, (Input("input"), _static("split", optional=True)),
-        {"axis": Attribute(0), "num_outputs": Attribute(None)}, _split, outputs=tuple(range(8)),
+        "",
+        "Split",
+        13,
+        (Input("input"), _static("split", optional=True)),
+        {"axis": Attribute(0), "num_outputs": Attribute(None)},
+        _split,
+        outputs=tuple(range(8)),
     ),
     Operator(
-        "", "Slice", 10,
-        (Input("data"), _static("starts"), _static("ends"), _static("axes", optional=True),
-         _static("steps", optional=True)),
-        {}, _slice,
+        "",
+        "Slice",
+        10,
+        (
+            Input("data"),
+            _static("starts"),
+            _static("ends"),
+            _static("axes", optional=True),
+            _static("steps", optional=True),
+        ),
+        {},
+        _slice,
     ),
     Operator(
-        "", "Gather", 1, (Input("data", dtypes=FLOATS), Input("indices", dtypes=INTEGERS)),
-        {"axis": Attribute(0, only=(0,))}, _gather,
+        "",
+        "Gather",
+        1,
+        (Input("data", dtypes=FLOATS), Input("indices", dtypes=INTEGERS)),
+        {"axis": Attribute(0, only=(0,))},
+        _gather,
     ),
 )
