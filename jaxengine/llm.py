@@ -1,8 +1,8 @@
 """Many prompts in, as many completions out: the engine for callers who don't wait for single tokens.
 
-All prompts of a call share one engine and are batched continuously: a finished one leaves, the next takes its place
-before the following step. Each is let in only with room in the pool for its longest outcome, so none ever waits half
-done for blocks that another half-done one holds.
+All prompts of a call share one engine and are batched continuously: a finished one leaves, and the next takes its place
+before the following step. How long answers get isn't known, so the pool may fill up with half-done ones. Then the
+youngest gives its blocks back and goes on later from the tokens that it has, with the same outcome.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Literal, TypeGuard
 import numpy as np
 
 from jaxengine import requests
-from jaxengine.blocks import blocks_for
 from jaxengine.config import EngineConfig, RequestOptions, SamplingParams, TurnOptions
 from jaxengine.engine import Engine, Event, Request
 from jaxengine.errors import EngineError
@@ -48,16 +47,6 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage
     error: str = ""
-
-
-@dataclasses.dataclass
-class _Running:
-    """A prompt that the engine has."""
-
-    place: int
-    request: Request
-    blocks: int
-    tokens: list[int] = dataclasses.field(default_factory=list)
 
 
 class LLM:
@@ -176,81 +165,106 @@ class LLM:
     ) -> list[Completion]:
         limit = min(self.model.config.max_length, self.config.num_blocks * self.config.block_size)
         options = RequestOptions(limit, SamplingParams() if sampling is None else sampling)
-        turn = TurnOptions(max_tokens)
-        self._require_servable(prompts, options)
+        self._require_servable(prompts, options, TurnOptions(max_tokens))
         if max_tokens == 0:
             return [_scored(prompt) for prompt in prompts]
-        results: dict[int, Completion] = {}
-        waiting = collections.deque(enumerate(prompts))
-        running: dict[int, _Running] = {}
+        batch = _Batch(self._engine, options, max_tokens, prompts)
         try:
-            while waiting or running:
-                self._let_in(waiting, running, options, turn)
-                for event in self._engine.run():
-                    self._take(event, prompts, running, results)
+            ended = batch.run(self.config.max_batch_size)
         finally:
-            for entry in running.values():
-                entry.request.close()
-        return [results[place] for place in range(len(prompts))]
+            batch.close()
+        return [self._completion(work, event) for work, event in zip(batch.works, ended, strict=True)]
 
-    def _require_servable(self, prompts: list[list[int]], options: RequestOptions) -> None:
+    def _require_servable(self, prompts: list[list[int]], options: RequestOptions, turn: TurnOptions) -> None:
         """Begins each prompt's turn on the engine's state and drops the result: all its checks, and nothing run."""
         state, request_id = requests.create_request(self._engine.state, options)
         for place, prompt in enumerate(prompts):
             try:
-                requests.begin_turn(state, request_id, prompt)
+                requests.begin_turn(state, request_id, prompt, turn)
             except ValueError as error:
                 raise ValueError(f"prompt {place} is refused: {error}") from error
 
-    def _let_in(
-        self,
-        waiting: collections.deque[tuple[int, list[int]]],
-        running: dict[int, _Running],
-        options: RequestOptions,
-        turn: TurnOptions,
-    ) -> None:
-        """Submits waiting prompts in order, as long as rows are free and the next one's longest outcome has blocks."""
-        free = self.config.num_blocks - sum(entry.blocks for entry in running.values())
-        while waiting and len(running) < self.config.max_batch_size:
-            place, prompt = waiting[0]
-            longest = options.max_session_tokens or 0
-            if turn.max_generated_tokens:
-                longest = min(longest, len(prompt) + turn.max_generated_tokens)
-            blocks = int(blocks_for(longest, self.config.block_size))
-            if blocks > free:
-                return
-            free -= blocks
-            request = self._engine.create_request(options)
-            running[request.id] = _Running(place, request, blocks)
-            request.begin_turn(prompt, turn)
-            waiting.popleft()
+    def _completion(self, work: _Work, end: Event) -> Completion:
+        return Completion(
+            prompt_token_ids=tuple(work.prompt),
+            token_ids=tuple(work.tokens),
+            text=self.tokenizer.decode(work.tokens),
+            finish_reason=end.finish_reason,
+            # Counted here, because a prompt that had to make room has spread them over several turns.
+            usage=dataclasses.replace(
+                end.usage, prompt_tokens=len(work.prompt), generated_tokens=len(work.tokens)
+            ),
+            error=end.detail,
+        )
 
-    def _take(
-        self,
-        event: Event,
-        prompts: list[list[int]],
-        running: dict[int, _Running],
-        results: dict[int, Completion],
+
+@dataclasses.dataclass
+class _Work:
+    """A prompt on its way, and what was generated so far."""
+
+    prompt: list[int]
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    end: Event | None = None
+
+
+class _Batch:
+    """The prompts of one call: some waiting, some with the engine, some done."""
+
+    def __init__(
+        self, engine: Engine, options: RequestOptions, max_tokens: int | None, prompts: list[list[int]]
     ) -> None:
-        """Notes an event; a finished prompt leaves the engine at once, which makes room for the next."""
-        if event.request is None:
-            if EngineEventFlags.CAPACITY_BLOCKED in event.flags:
-                raise EngineError(f"the engine is short of memory: {event.detail}")
-            return  # A dropped step, which the engine tries again.
-        entry = running[event.request.id]
+        self.works = [_Work(prompt) for prompt in prompts]
+        self._engine = engine
+        self._options = options
+        self._max_tokens = max_tokens or 0
+        self._waiting = collections.deque(self.works)
+        self._running: dict[Request, _Work] = {}  # in order of submission
+
+    def run(self, rows: int) -> list[Event]:
+        """Runs all prompts, at most `rows` at a time, and returns their terminal events in order."""
+        is_full = False
+        while self._waiting or self._running:
+            while self._waiting and not is_full and len(self._running) < rows:
+                self._submit(self._waiting.popleft())
+            for event in self._engine.run():
+                if event.request is not None:
+                    if self._note(event.request, event):
+                        is_full = False
+                elif EngineEventFlags.CAPACITY_BLOCKED in event.flags:
+                    self._make_room(event.detail)
+                    is_full = True  # until a prompt is done; else the one that made room would take it back
+        return [work.end for work in self.works if work.end is not None]
+
+    def close(self) -> None:
+        """Takes what is still running out of the engine."""
+        for request in self._running:
+            request.close()
+
+    def _submit(self, work: _Work) -> None:
+        request = self._engine.create_request(self._options)
+        self._running[request] = work
+        limit = self._max_tokens - len(work.tokens) if self._max_tokens else 0
+        request.begin_turn([*work.prompt, *work.tokens], TurnOptions(limit))
+
+    def _note(self, request: Request, event: Event) -> bool:
+        """Takes an event's token; a prompt that is done leaves the engine at once. Returns whether it is."""
+        work = self._running[request]
         if EngineEventFlags.TOKEN in event.flags:
-            entry.tokens.append(event.token)
-        if EngineEventFlags.TURN_FINISHED in event.flags:
-            results[entry.place] = Completion(
-                prompt_token_ids=tuple(prompts[entry.place]),
-                token_ids=tuple(entry.tokens),
-                text=self.tokenizer.decode(entry.tokens),
-                finish_reason=event.finish_reason,
-                usage=event.usage,
-                error=event.detail,
-            )
-            del running[entry.request.id]
-            entry.request.close()
+            work.tokens.append(event.token)
+        if EngineEventFlags.TURN_FINISHED not in event.flags:
+            return False
+        work.end = event
+        request.close()
+        del self._running[request]
+        return True
+
+    def _make_room(self, detail: str) -> None:
+        """Takes the youngest running prompt out; its tokens stay and it is the next to come in again."""
+        if len(self._running) == 1:
+            raise EngineError(f"the engine can't go on with a single prompt: {detail}")
+        request, work = self._running.popitem()
+        request.close()
+        self._waiting.appendleft(work)
 
 
 def _scored(prompt: list[int]) -> Completion:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxengine as je
-from jaxengine.llm import LLM
+from jaxengine.llm import LLM, _Batch
 from jaxengine.text import TextError
 from tests.cli.tiny_model import variant, write_tiny_folder
 
@@ -67,11 +67,17 @@ def test_a_completion_tells_tokens_text_reason_and_usage(llm):
     assert completion.error == ""
 
 
-def test_E6_prompts_wait_until_their_longest_outcome_has_blocks(folder, llm):
-    """Ten blocks, up to nine a prompt: two at once could come to a stop half way."""
+@pytest.mark.parametrize("params", [None, je.SamplingParams(temperature=1.0, top_k=0, seed=3)])
+def test_E6_a_pool_too_small_for_all_at_once_changes_no_completion(folder, llm, params, monkeypatch):
+    """Ten blocks of four, three prompts that want up to nine each: the youngest makes room and goes on later."""
+    made_room = []
+    original = _Batch._make_room
+    monkeypatch.setattr(_Batch, "_make_room", lambda *args: made_room.append(1) or original(*args))
     with LLM(folder, je.EngineConfig(max_batch_size=4, num_blocks=10, block_size=4)) as tight:
-        assert tight.generate(PROMPTS[:3], max_tokens=26) == llm.generate(PROMPTS[:3], max_tokens=26)
-        assert tight._engine.metrics.deferred_rows == 0
+        completions = tight.generate(PROMPTS[:4], params, max_tokens=26)
+        assert is_idle(tight)
+    assert completions == llm.generate(PROMPTS[:4], params, max_tokens=26)
+    assert made_room
 
 
 def test_K3_a_seed_makes_sampled_completions_repeatable(llm):
