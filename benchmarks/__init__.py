@@ -1,0 +1,1 @@
+"""Measurements of jaxengine, one script a question; see docs/benchmarks.md."""
