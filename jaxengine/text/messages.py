@@ -40,15 +40,15 @@ def without_control_tokens(
 
     A control token of a single character can't be taken apart and is left.
     """
-    longest_first = sorted((token for token in control_tokens if len(token) > 1), key=len, reverse=True)
-    if not longest_first:
+    spellings = [re.escape(token) for token in control_tokens if len(token) > 1]
+    if not spellings:
         return messages
-    spelled = re.compile("|".join(map(re.escape, longest_first)))
-
-    def broken(match: re.Match[str]) -> str:
-        return match[0][0] + SEPARATOR + match[0][1:]
-
-    return [_mapped(message, lambda text: spelled.sub(broken, text)) for message in messages]
+    # Looking ahead from every character finds spellings that overlap too.
+    first_character = re.compile(f"(?=(?:{'|'.join(spellings)}))(.)", re.DOTALL)
+    return [
+        _mapped(message, lambda text: first_character.sub(lambda match: match[1] + SEPARATOR, text))
+        for message in messages
+    ]
 
 
 def absent_marker(messages: list[dict[str, Any]]) -> str:

@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers
 
 from jaxengine.text import ChatTemplate, TextError, Tokenizer
 from jaxengine.text.messages import SEPARATOR
@@ -150,9 +151,26 @@ def test_control_tokens_spelled_in_a_message_stay_text(kind, content):
     assert [token for token in ids if token in control] == [token for token in plain if token in control]
 
 
-def test_normalisation_does_not_turn_a_message_into_a_control_token():
-    from tokenizers import AddedToken, normalizers
+@given(
+    special=st.lists(st.text("ab<", min_size=2, max_size=4), min_size=1, max_size=4, unique=True),
+    content=st.text("ab<", max_size=12),
+)
+def test_control_tokens_that_overlap_stay_text_too(special, content):
+    backend = toy.byte_level()
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    chat = Tokenizer(backend, ChatTemplate("{{ messages[0].content }}"))
+    ids = chat.chat_ids([user(content)])
+    assert not set(ids) & {backend.token_to_id(text) for text in special}
+    assert chat.decode(ids) == content
 
+
+def test_a_continuation_follows_the_last_place_where_a_template_shows_the_reply():
+    template = "{% for m in messages %}[{{ m.content }}|{{ m.content }}]{% endfor %}"
+    chat = tokenizer("byte_level", template, adds_bos=False)
+    assert written(chat, chat.chat_ids([user("a"), assistant("b"), user("c")], first_turn=False)) == "][c|c]"
+
+
+def test_normalisation_does_not_turn_a_message_into_a_control_token():
     backend = toy.byte_level()
     backend.normalizer = normalizers.NFKC()
     backend.add_special_tokens([AddedToken("</turn>", normalized=True)])

@@ -22,7 +22,9 @@ TOKENIZERS = {name: Tokenizer(backend) for name, backend in BACKENDS.items()}
 SPELL_ALL = ["byte_level", "byte_level_with_bos", "sentencepiece", "sentencepiece_keeping_spaces"]
 
 every_kind = pytest.mark.parametrize("kind", BACKENDS)
-texts = st.text(st.sampled_from("aé世😀\u0301 \n�Hello▁<|im_") | st.characters(exclude_categories=["Cs"]))
+texts = st.text(
+    st.sampled_from("aé世😀\u0301 \n�Hello▁<|im_") | st.characters(exclude_categories=["Cs"])
+) | st.lists(st.sampled_from(["<two words>", " ", "a", "世"])).map("".join)
 
 
 def streamed(tokenizer: Tokenizer, ids: list[int]) -> tuple[list[str], str]:

@@ -67,6 +67,7 @@ def word_level() -> Tokenizer:
 def with_control_tokens(tokenizer: Tokenizer, adds_bos: bool) -> Tokenizer:
     """Adds the control tokens, a BOS in front of plain text if asked for, and returns the tokenizer."""
     tokenizer.add_special_tokens([AddedToken(text, normalized=False) for text in (*CONTROL, *HEADERS)])
+    tokenizer.add_tokens([AddedToken("<two words>", normalized=False)])  # visible, and in no byte alphabet
     if adds_bos:
         bos = tokenizer.token_to_id(BOS)
         tokenizer.post_processor = processors.TemplateProcessing(f"{BOS} $A", special_tokens=[(BOS, bos)])
