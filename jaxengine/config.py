@@ -7,27 +7,56 @@ Everything behind these classes trusts their values.
 from __future__ import annotations
 
 import dataclasses
-import math
+import numbers
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures up to this one mean arg-max: below it float32 cannot tell neighbouring logits apart anyway."""
 
 
-def _require_int(name: str, value: object, low: int, high: int = 2**31 - 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; give an integer")
-    if not low <= value <= high:
-        raise ValueError(f"{name} is {value}; give a value from {low} to {high}")
+def _int(label: str, value: object, low: int, high: int = 2**31 - 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{label} is {value!r}; give an integer")
+    number = int(value)
+    if not low <= number <= high:
+        raise ValueError(f"{label} is {number}; give a value from {low} to {high}")
+    return number
 
 
-def _require_number(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}; give a number")
-    if not low <= value <= high or math.isinf(value):
-        raise ValueError(f"{name} is {value}; give a finite value from {low} to {high}")
+def _number(label: str, value: object, low: float, high: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{label} is {value!r}; give a number")
+    number = float(value)
+    if not low <= number <= high:
+        raise ValueError(f"{label} is {number}; give a value from {low} to {high}")
+    return number
+
+
+def _bool(label: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{label} is {value!r}; give True or False")
+    return value
+
+
+def _positive(label: str, value: object) -> int:
+    return _int(label, value, 1)
+
+
+def _count(label: str, value: object) -> int:
+    return _int(label, value, 0)
+
+
+Check = Callable[[str, Any], Any]
+
+
+def _check_fields(options: object, checks: Mapping[str, Check], required: Collection[str] = ()) -> None:
+    """Checks the named fields, those not required only if they are set, and keeps plain numbers in place of NumPy's."""
+    for name, check in checks.items():
+        value = getattr(options, name)
+        if value is not None or name in required:
+            object.__setattr__(options, name, check(f"{type(options).__name__}.{name}", value))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +84,19 @@ class EngineConfig:
     max_row_retries: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_size", "max_scheduled_tokens", "num_blocks", "block_size"):
-            _require_int(f"EngineConfig.{name}", getattr(self, name), 1)
-        if self.chunk_size is not None:
-            _require_int("EngineConfig.chunk_size", self.chunk_size, 1)
-        _require_int("EngineConfig.max_row_retries", self.max_row_retries, 0)
-        _require_int("EngineConfig.num_blocks * block_size", self.num_blocks * self.block_size, 1)
+        required = ("max_batch_size", "max_scheduled_tokens", "num_blocks", "block_size", "max_row_retries")
+        checks = dict.fromkeys((*required, "chunk_size"), _positive) | {"max_row_retries": _count}
+        _check_fields(self, checks, required)
+        _positive("EngineConfig.num_blocks * block_size", self.num_blocks * self.block_size)
+
+
+_SAMPLING_CHECKS: dict[str, Check] = {
+    "temperature": lambda label, value: _number(label, value, 0.0, 3.4e38),
+    "top_k": _count,
+    "top_p": lambda label, value: _number(label, value, 0.0, 1.0),
+    "do_sample": _bool,
+    "seed": lambda label, value: _int(label, value, 0, 2**32 - 1),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,16 +122,7 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature is not None:
-            _require_number("SamplingParams.temperature", self.temperature, 0.0, 3.4e38)
-        if self.top_k is not None:
-            _require_int("SamplingParams.top_k", self.top_k, 0)
-        if self.top_p is not None:
-            _require_number("SamplingParams.top_p", self.top_p, 0.0, 1.0)
-        if self.do_sample is not None and not isinstance(self.do_sample, bool):
-            raise TypeError(f"SamplingParams.do_sample is {self.do_sample!r}; give True or False")
-        if self.seed is not None:
-            _require_int("SamplingParams.seed", self.seed, 0, 2**32 - 1)
+        _check_fields(self, _SAMPLING_CHECKS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,22 +144,32 @@ def resolve_sampling(params: SamplingParams, search: Mapping[str, Any]) -> Resol
 
     Returns:
         The settings that the sampler works from.
+
+    Raises:
+        TypeError: A value of the folder that is needed has the wrong type.
+        ValueError: A value of the folder that is needed is out of range.
     """
+
+    def setting(name: str, default: bool | float) -> Any:
+        own = getattr(params, name)
+        if own is not None:
+            return own
+        return _SAMPLING_CHECKS[name](f"search.{name} of the model folder", search.get(name, default))
+
     asked = any(value is not None for value in (params.temperature, params.top_k, params.top_p))
-    do_sample = params.do_sample if params.do_sample is not None else asked or bool(search.get("do_sample", False))
-    temperature = params.temperature if params.temperature is not None else float(search.get("temperature", 1.0))
-    top_k = params.top_k if params.top_k is not None else int(search.get("top_k", 0))
-    top_p = params.top_p if params.top_p is not None else float(search.get("top_p", 1.0))
-    wants_sampling = do_sample and temperature > GREEDY_TEMPERATURE
-    if wants_sampling and params.top_k is None and top_k == 1:
+    greedy = ResolvedSampling(temperature=0.0, top_k=0, top_p=1.0, seed=params.seed)
+    if not (params.do_sample is None and asked) and not setting("do_sample", False):
+        return greedy
+    temperature, top_k, top_p = setting("temperature", 1.0), setting("top_k", 0), setting("top_p", 1.0)
+    if temperature <= GREEDY_TEMPERATURE:
+        return greedy
+    if params.top_k is None and top_k == 1:
         warnings.warn(
             "sampling was asked for but the model folder sets top_k to 1, which makes every choice greedy; "
             "set SamplingParams.top_k to sample",
             stacklevel=2,
         )
-    if not wants_sampling or top_k == 1 or top_p == 0.0:
-        return ResolvedSampling(temperature=0.0, top_k=0, top_p=1.0, seed=params.seed)
-    return ResolvedSampling(float(temperature), top_k, float(top_p), params.seed)
+    return greedy if top_k == 1 or top_p == 0.0 else ResolvedSampling(temperature, top_k, top_p, params.seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,8 +190,7 @@ class RequestOptions:
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
-        if self.max_session_tokens is not None:
-            _require_int("RequestOptions.max_session_tokens", self.max_session_tokens, 0)
+        _check_fields(self, {"max_session_tokens": _count})
         if not isinstance(self.sampling, SamplingParams):
             raise TypeError(f"RequestOptions.sampling is {self.sampling!r}; give a SamplingParams")
 
@@ -174,5 +210,4 @@ class TurnOptions:
     max_generated_tokens: int | None = 0
 
     def __post_init__(self) -> None:
-        if self.max_generated_tokens is not None:
-            _require_int("TurnOptions.max_generated_tokens", self.max_generated_tokens, 0)
+        _check_fields(self, {"max_generated_tokens": _count})
