@@ -30,7 +30,7 @@ def _number(label: str, value: object, low: float, high: float) -> float:
         raise TypeError(f"{label} is {value!r}; give a number")
     number = float(value)
     if not low <= number <= high:
-        raise ValueError(f"{label} is {number}; give a value from {low} to {high}")
+        raise ValueError(f"{label} is {number}; give a finite value from {low} to {high}")
     return number
 
 
