@@ -86,7 +86,8 @@ def _run_calls(
         except (TypeError, ValueError) as error:
             error.add_note(f"while running {node.label}")
             raise
-        values.update(zip(node.outputs, results, strict=False))
+        pairs = zip(node.outputs, results, strict=False)
+        values.update((name, result) for name, result in pairs if result is not None)
 
 
 def import_decoder(folder: ModelFolder, weights: WeightMode = "exact") -> Decoder:

@@ -43,6 +43,7 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
+        """Bytes that the tensor takes in the file."""
         return int(np.prod(self.stored, dtype=np.int64)) * self.dtype.itemsize
 
     def transpose(self) -> "Tensor":

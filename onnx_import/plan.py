@@ -26,8 +26,11 @@ class PlannedCall:
 
 @dataclass(frozen=True)
 class Plan:
-    """`head` runs on every token and ends with the last attention; then `cut` values keep the selected rows
-    only, and `tail` runs on those. `token_axis` is the axis of tokens in activations: 1 where input_ids is 2-D.
+    """The calls of a step, in order, split where rows are selected.
+
+    `head` runs on every token and ends with the last attention; then the values named in `cut` keep the
+    selected rows only, and `tail` runs on those. `token_axis` is the axis of tokens in activations: 1 where
+    input_ids is 2-D.
     """
 
     input_ids: str
@@ -120,7 +123,8 @@ def _attention_layers(
     problems: list[str],
 ) -> dict[str, int]:
     """First output of each attention node to its layer, read from the name of its key cache."""
-    pattern, layers = layer_pattern(manifest.past_key), {}
+    pattern = layer_pattern(manifest.past_key)
+    layers: dict[str, int] = {}
     for node in live:
         operator = operators[node.outputs[0]]
         if operator is None or not operator.is_attention:

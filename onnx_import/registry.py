@@ -164,8 +164,9 @@ def _inputs(
     operator: Operator, node: Node, tensors: Mapping[str, Tensor], problems: list[str]
 ) -> dict[str, tuple[int, ...]]:
     statics: dict[str, tuple[int, ...]] = {}
-    for name in filter(None, node.inputs[len(operator.inputs) :]):
-        problems.append(f"{node.label} has an input {name!r} past the {len(operator.inputs)} that are known")
+    known = len(operator.inputs)
+    beyond = filter(None, node.inputs[known:])
+    problems.extend(f"{node.label} has an input {name!r} past the {known} that are known" for name in beyond)
     for index, rule in enumerate(operator.inputs):
         name = node.inputs[index] if index < len(node.inputs) else ""
         tensor = tensors.get(name)

@@ -5,6 +5,7 @@ layout is also the one that it streams fastest from memory with the few rows of 
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import flax.struct
 import jax
@@ -26,7 +27,7 @@ _MAX_BATCHED_ROWS = 32
 class DenseWeight:
     """A weight [out, in] as column blocks: parts float [blocks, in, 64], `out` padded with zeros to whole blocks."""
 
-    parts: tuple[jax.Array, ...]
+    parts: tuple[Any, ...]
     out: int = flax.struct.field(pytree_node=False)
 
 
@@ -40,13 +41,14 @@ def dense_struct(rows: int, columns: int, dtype: np.dtype) -> DenseWeight:
 def dense_weight(weight: np.ndarray) -> DenseWeight:
     """Lay a matrix [out, in] out as column blocks."""
     rows, columns = weight.shape
-    parts = []
+    parts: list[np.ndarray] = []
+    start = 0
     for part in dense_struct(rows, columns, weight.dtype).parts:
-        start = sum(len(done) for done in parts) * _WIDTH
         piece = weight[start : start + part.shape[0] * _WIDTH]
         padded = np.zeros((part.shape[0] * _WIDTH, columns), weight.dtype)
         padded[: len(piece)] = piece
         parts.append(np.ascontiguousarray(padded.reshape(part.shape[0], _WIDTH, columns).transpose(0, 2, 1)))
+        start += part.shape[0] * _WIDTH
     return DenseWeight(tuple(parts), rows)
 
 
@@ -77,11 +79,9 @@ def _columns(rows: jax.Array, part: jax.Array) -> jax.Array:
 
 def _weights(call: Call, tensors: Mapping[str, Tensor], mode: str) -> Mapping[str, WeightPlan]:
     tensor = tensors["B"].transpose()
-    return {
-        "B": WeightPlan(
-            f"{tensor.key}:dense", dense_struct(*tensor.shape, tensor.dtype), (tensor,), dense_weight
-        )
-    }
+    rows, columns = tensor.shape
+    struct = dense_struct(rows, columns, tensor.dtype)
+    return {"B": WeightPlan(f"{tensor.key}:dense", struct, (tensor,), dense_weight)}
 
 
 def _check(call: Call, tensors: Mapping[str, Tensor]) -> Iterator[str]:

@@ -6,6 +6,7 @@ Two ways to hold a MatMulNBits weight. *Exact*: dequantised block by block to a 
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import flax.struct
 import jax
@@ -36,17 +37,17 @@ _SECOND = 254.0
 class QuantisedWeight:
     """codes int8 [out, in] times scale float32 [out] approximates the weight."""
 
-    codes: jax.Array
-    scale: jax.Array
+    codes: Any
+    scale: Any
 
 
 @flax.struct.dataclass
 class QuantisedTable:
     """Rows of block-wise codes: codes uint8 [rows, bytes], scales float [rows, blocks], zeros like scales."""
 
-    codes: jax.Array
-    scales: jax.Array
-    zeros: jax.Array
+    codes: Any
+    scales: Any
+    zeros: Any
 
 
 def integer_matmul(x: jax.Array, weight: QuantisedWeight) -> jax.Array:

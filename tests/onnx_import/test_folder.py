@@ -1,0 +1,189 @@
+"""T2, case C19: a folder's configuration, whose every refusal is one sentence naming file and key."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import onnx_import
+from tests.onnx_import.reference import model
+
+Change = Callable[[dict[str, Any]], None]
+
+
+def folder_with(tmp_path: Path, change: Change, generation: dict[str, Any] | None = None) -> Path:
+    """A copy of a model folder whose configuration was changed."""
+    folder = tmp_path / "model"
+    shutil.copytree(model("cpu-fp32"), folder)
+    file = folder / "genai_config.json"
+    config = json.loads(file.read_text())
+    change(config)
+    file.write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def config_with(
+    tmp_path: Path, change: Change, generation: dict[str, Any] | None = None
+) -> onnx_import.FolderConfig:
+    return onnx_import.read_folder(folder_with(tmp_path, change, generation)).config
+
+
+def put(path: str, value: Any) -> Change:
+    """Set the value at a dotted path; None removes it."""
+    *sections, last = path.split(".")
+
+    def change(config: dict[str, Any]) -> None:
+        for section in sections:
+            config = config[section]
+        if value is None:
+            del config[last]
+        else:
+            config[last] = value
+
+    return change
+
+
+@pytest.mark.parametrize(("value", "expected"), [(2, (2,)), ([2], (2,)), ([2, 1, 2], (2, 1))])
+def test_case_C19_an_eos_id_and_a_list_are_the_same(tmp_path: Path, value: Any, expected: tuple[int]) -> None:
+    assert config_with(tmp_path, put("model.eos_token_id", value)).eos_token_ids == expected
+
+
+def test_case_C19_eos_only_in_the_generation_config(tmp_path: Path) -> None:
+    config = config_with(tmp_path, put("model.eos_token_id", None), {"eos_token_id": [7, 9]})
+    assert config.eos_token_ids == (7, 9)
+    assert any("generation_config.json" in note for note in config.notes)
+
+
+def test_case_C19_no_eos_anywhere_is_noted(tmp_path: Path) -> None:
+    config = config_with(tmp_path, put("model.eos_token_id", None))
+    assert config.eos_token_ids == ()
+    assert any("model.eos_token_id" in note for note in config.notes)
+
+
+@pytest.mark.parametrize("value", [[3, 4], 320, -1])
+def test_case_C19_odd_pad_ids_are_tolerated_with_a_note(tmp_path: Path, value: Any) -> None:
+    config = config_with(tmp_path, put("model.pad_token_id", value))
+    assert config.pad_token_id == (3 if isinstance(value, list) else None)
+    assert any("model.pad_token_id" in note for note in config.notes)
+
+
+def test_case_C19_unknown_keys_are_tolerated_with_a_note(tmp_path: Path) -> None:
+    def change(config: dict[str, Any]) -> None:
+        config["extra"] = 1
+        config["model"]["decoder"]["novelty"] = {}
+
+    notes = config_with(tmp_path, change).notes
+    assert [re.findall(r"key '([^']*)'", note) for note in notes] == [["extra"], ["model.decoder.novelty"]]
+
+
+def test_case_C19_a_missing_search_section_means_defaults(tmp_path: Path) -> None:
+    config = config_with(tmp_path, put("search", None))
+    assert (config.max_length, dict(config.search)) == (512, {})
+    assert any("'search'" in note for note in config.notes)
+
+
+@pytest.mark.parametrize(("value", "expected"), [(100, 100), (512, 512), (4096, 512), (None, 512)])
+def test_A5_max_length_is_capped_by_the_context(tmp_path: Path, value: Any, expected: int) -> None:
+    assert config_with(tmp_path, put("search.max_length", value)).max_length == expected
+
+
+def test_a_plain_folder_reads_without_notes() -> None:
+    """S1."""
+    config = onnx_import.read_folder(model("cpu-fp32")).config
+    assert (config.model_type, config.vocab_size, config.context_length) == ("llama", 320, 512)
+    assert (config.bos_token_id, config.eos_token_ids, config.pad_token_id) == (1, (2,), 0)
+    assert config.search["top_k"] == 50
+    assert config.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (put("model", None), "'model' is missing"),
+        (put("model", []), "'model' isn't an object"),
+        (put("model.type", None), "'model.type' is missing"),
+        (put("model.type", 7), "'model.type' should be a text, not 7"),
+        (put("model.vocab_size", None), "'model.vocab_size' is missing"),
+        (put("model.vocab_size", "320"), "'model.vocab_size' should be an integer, not '320'"),
+        (put("model.context_length", 0), "'model.context_length' is 0, below 1"),
+        (put("model.eos_token_id", 320), "'model.eos_token_id' holds 320, outside the vocabulary of 320"),
+        (put("model.eos_token_id", [2, "x"]), "'model.eos_token_id' should be a token id or a list of them"),
+        (put("model.decoder", None), "'model.decoder' is missing"),
+        (put("model.decoder.filename", None), "'model.decoder.filename' is missing"),
+        (
+            put("model.decoder.num_hidden_layers", True),
+            "'model.decoder.num_hidden_layers' should be an integer",
+        ),
+        (put("model.decoder.inputs.past_key_names", "past"), "should hold exactly one %d"),
+        (
+            put("model.decoder.state_groups", [{"kind": "odd"}]),
+            "'model.decoder.state_groups[0].kind' is 'odd'",
+        ),
+        (
+            put("model.decoder.state_groups", [{"kind": "paged_kv", "layer_ids": [0, 0]}]),
+            "lists a layer twice",
+        ),
+        (
+            put("model.decoder.state_groups", [{"kind": "paged_kv", "layer_ids": [5]}]),
+            "holds 5, outside the 2",
+        ),
+        (put("search.max_length", "long"), "'search.max_length' should be an integer"),
+    ],
+)
+def test_case_C19_wrong_values_name_file_and_key(tmp_path: Path, change: Change, key: str) -> None:
+    """T2, case C19, H2."""
+    folder = folder_with(tmp_path, change)
+    with pytest.raises(onnx_import.FolderError, match=re.escape(key)) as caught:
+        onnx_import.read_folder(folder)
+    assert str(folder / "genai_config.json") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_T2_missing_and_broken_folders(tmp_path: Path) -> None:
+    """T2: a missing folder, a file, a folder without a config, broken JSON, JSON that isn't an object."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for name, text in (("broken", '{"model": '), ("list", "[]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "genai_config.json").write_text(text)
+    expected = {
+        "absent": "doesn't exist",
+        "file": "is a file",
+        "empty": "has no genai_config.json",
+        "broken": "isn't valid JSON (line 1",
+        "list": "should hold one JSON object",
+    }
+    for name, message in expected.items():
+        with pytest.raises(onnx_import.FolderError, match=re.escape(message)) as caught:
+            onnx_import.read_folder(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not an ONNX file", b"\x08\x0a"])
+def test_T2_a_missing_or_unreadable_model_file(tmp_path: Path, content: bytes | None) -> None:
+    folder = folder_with(tmp_path, put("search.max_length", 8))
+    file = folder / "model.onnx"
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(onnx_import.FolderError, match=r"model\.onnx"):
+        onnx_import.read_folder(folder)
+
+
+def test_S4_a_model_file_outside_the_folder_is_refused(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, put("model.decoder.filename", "../elsewhere.onnx"))
+    shutil.copy(folder / "model.onnx", tmp_path / "elsewhere.onnx")
+    with pytest.raises(onnx_import.FolderError, match="lies outside the model folder"):
+        onnx_import.read_folder(folder)
+
+
+def test_case_C21_a_renamed_model_file_still_finds_its_data(tmp_path: Path, monkeypatch: Any) -> None:
+    """Case C21: data is found beside the model by its stored name, from any working directory."""
+    folder = folder_with(tmp_path, put("model.decoder.filename", "renamed.onnx"))
+    (folder / "model.onnx").rename(folder / "renamed.onnx")
+    monkeypatch.chdir(tmp_path)
+    assert onnx_import.import_decoder(onnx_import.read_folder("model")).vocab_size == 320

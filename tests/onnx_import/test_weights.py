@@ -1,0 +1,162 @@
+"""S4, case C21: external data is checked before it is read, and never leaves the model folder."""
+
+import dataclasses
+import os
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import onnx
+import pytest
+
+import onnx_import
+from onnx_import.decoder import load_params
+from onnx_import.plan import make_plan, survey
+from onnx_import.registry import WeightPlan
+from onnx_import.weights import WeightFiles
+from tests.onnx_import.reference import edited, logits, model
+
+DATA = "model.onnx.data"
+TOKENS = np.arange(5, 15, dtype=np.int32)
+
+
+def entry(name: str, value: str) -> Callable[[onnx.ModelProto], None]:
+    """Set one entry of the external data of the last norm."""
+
+    def change(proto: onnx.ModelProto) -> None:
+        tensor = next(t for t in proto.graph.initializer if "final_norm" in t.name)
+        found = [item for item in tensor.external_data if item.key == name]
+        (found[0] if found else tensor.external_data.add(key=name)).value = value
+
+    return change
+
+
+def refusal(folder: Path) -> str:
+    """The one sentence with which an import fails."""
+    with pytest.raises(onnx_import.WeightError) as caught:
+        onnx_import.import_decoder(onnx_import.read_folder(folder))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return shutil.copytree(model("cpu-fp32"), tmp_path / "model")
+
+
+def test_S4_a_missing_data_file_is_named(folder: Path) -> None:
+    (folder / DATA).unlink()
+    assert "needs the data file" in refusal(folder)
+    assert str(folder / DATA) in refusal(folder)
+
+
+@pytest.mark.parametrize("size", [0, 1, 100_000])
+def test_S4_a_truncated_data_file_is_named(folder: Path, size: int) -> None:
+    """S4, case C21: with the tensor that isn't all there, and before any weight is read."""
+    os.truncate(folder / DATA, size)
+    assert "which holds" in refusal(folder)
+    assert str(folder / DATA) in refusal(folder)
+    assert "Tensor 'model." in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("offset", "99999999", "at bytes 99999999 to 100000383"),
+        ("offset", "-4", "at bytes -4 to 380"),
+        ("length", "8", "needs 384 bytes, but 8 are declared"),
+        ("location", "absent.data", "which doesn't exist"),
+        ("location", "../outside.data", "outside the model folder"),
+        ("location", "/etc/hostname", "outside the model folder"),
+        ("location", "", "outside the model folder"),
+        ("location", "link.data", "outside the model folder"),
+    ],
+)
+def test_case_C21_bad_references_are_refused_by_tensor(
+    tmp_path: Path, name: str, value: str, message: str
+) -> None:
+    """Case C21, S4: offsets past the end, wrong lengths, and locations that leave the folder, links too."""
+    folder = edited(model("cpu-fp32"), tmp_path / "model", entry(name, value))
+    shutil.copy(folder / DATA, tmp_path / "outside.data")
+    (folder / "link.data").symlink_to(tmp_path / "outside.data")
+    assert message in refusal(folder)
+    assert "final_norm" in refusal(folder)
+
+
+def test_case_C21_an_offset_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    folder = edited(model("cpu-fp32"), tmp_path / "model", entry("offset", "many"))
+    assert "isn't an integer" in refusal(folder)
+
+
+def test_case_C21_a_link_within_the_folder_is_followed(folder: Path) -> None:
+    (folder / DATA).rename(folder / "real.data")
+    (folder / DATA).symlink_to("real.data")
+    assert onnx_import.import_decoder(onnx_import.read_folder(folder)).vocab_size == 320
+
+
+def test_S4_data_inside_the_graph_gives_the_same_logits(folder: Path) -> None:
+    """S4: initializers in the file itself, as small models have them."""
+    outside = onnx_import.import_decoder(onnx_import.read_folder(folder))
+    proto = onnx.load(folder / "model.onnx")
+    (folder / "model.onnx").write_bytes(proto.SerializeToString())
+    (folder / DATA).unlink()
+    inside = onnx_import.import_decoder(onnx_import.read_folder(folder))
+    np.testing.assert_array_equal(logits(inside, TOKENS), logits(outside, TOKENS))
+
+
+@pytest.mark.parametrize("weights", ["exact", "fast"])
+def test_S4_one_tensor_at_a_time_exists_twice(weights: onnx_import.WeightMode) -> None:
+    """S4: while a parameter is built, at most the host array behind the one before is left.
+
+    JAX lets go of an array that it copied from when it is called next, hence the one.
+    """
+    folder = onnx_import.read_folder(model("cpu-int4"))
+    plan = make_plan(folder.graph, folder.manifest, survey(folder.graph, folder.manifest), weights)
+    alive: list[weakref.ref] = []
+    largest = max(len(jax.tree.leaves(weight.struct)) for weight in plan.weights.values())
+
+    def watched(weight: WeightPlan) -> WeightPlan:
+        def build(*arrays: np.ndarray) -> Any:
+            assert sum(ref() is not None for ref in alive) <= largest, weight.key
+            built = jax.tree.map(np.copy, weight.build(*arrays))
+            alive.extend(weakref.ref(array) for array in jax.tree.leaves(built))
+            return built
+
+        return dataclasses.replace(weight, build=build)
+
+    plan = dataclasses.replace(plan, weights={key: watched(weight) for key, weight in plan.weights.items()})
+    params = load_params(plan, WeightFiles(folder.graph))
+    assert params.keys() == plan.weights.keys()
+    assert len(alive) == len(jax.tree.leaves(params))
+    shapes = jax.tree.map(lambda array: (array.shape, array.dtype), params)
+    assert shapes == jax.tree.map(
+        lambda struct: (struct.shape, struct.dtype), {k: w.struct for k, w in plan.weights.items()}
+    )
+
+
+def test_weights_outlive_the_file(folder: Path) -> None:
+    """S4: parameters are copies, so a file that changes later can't change or crash a loaded model."""
+    decoder = onnx_import.import_decoder(onnx_import.read_folder(folder))
+    before = logits(decoder, TOKENS)
+    with (folder / DATA).open("r+b") as file:
+        file.write(b"\xff" * (folder / DATA).stat().st_size)
+    np.testing.assert_array_equal(logits(decoder, TOKENS), before)
+
+
+def test_identity_tells_models_apart(folder: Path) -> None:
+    """Same folder, same identity; other weights of the same sizes, or held another way, another one."""
+    identities = {
+        onnx_import.import_decoder(onnx_import.read_folder(model("cpu-int4", family)), weights).identity
+        for family in ("llama", "mistral")
+        for weights in ("exact", "fast")
+    }
+    assert len(identities) == 4
+    first = onnx_import.import_decoder(onnx_import.read_folder(folder)).identity
+    assert onnx_import.import_decoder(onnx_import.read_folder(model("cpu-fp32"))).identity == first
+    with (folder / DATA).open("r+b") as file:
+        file.write(b"\x01\x02\x03\x04")
+    assert onnx_import.import_decoder(onnx_import.read_folder(folder)).identity != first
