@@ -204,10 +204,7 @@ def _publish(
     pages: tuple[jax.Array, ...], block_table: jax.Array, staged: tuple[jax.Array, ...], to: Destinations
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     def write(layer_pages: jax.Array, layer_staged: jax.Array) -> jax.Array:
-        num_blocks, block_size = layer_pages.shape[:2]
-        slots = layer_pages.reshape(num_blocks * block_size, *layer_pages.shape[2:])
-        slots = slots.at[to.block * block_size + to.slot].set(layer_staged, mode="drop")
-        return slots.reshape(layer_pages.shape)
+        return layer_pages.at[to.block, :, :, to.slot].set(layer_staged, mode="drop")
 
     return tuple(map(write, pages, staged)), block_table.at[to.place, to.column].set(to.block, mode="drop")
 

@@ -44,16 +44,21 @@ def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     Returns:
         int32[rows]; ties of an arg-max go to the lowest id.
     """
+    best = _arg_max(logits)
 
-    def choose(row: tuple[jax.Array, SamplingRows]) -> jax.Array:
-        row_logits, settings = row
-        return jax.lax.cond(
-            settings.temperature > 0,
-            lambda: _draw(row_logits, settings),
-            lambda: jnp.argmax(row_logits).astype(jnp.int32),
-        )
+    def choose(row: tuple[jax.Array, jax.Array, SamplingRows]) -> jax.Array:
+        row_logits, row_best, settings = row
+        return jax.lax.cond(settings.temperature > 0, lambda: _draw(row_logits, settings), lambda: row_best)
 
-    return jax.lax.map(choose, (logits, rows))
+    sampling = (rows.temperature > 0).any()
+    return jax.lax.cond(sampling, lambda: jax.lax.map(choose, (logits, best, rows)), lambda: best)
+
+
+def _arg_max(logits: jax.Array) -> jax.Array:
+    """int32[rows]; as `jnp.argmax`, but XLA on CPU runs a maximum and a minimum several times faster than its pair."""
+    vocab = logits.shape[-1]
+    ids = jnp.where(logits == logits.max(axis=-1, keepdims=True), jnp.arange(vocab, dtype=jnp.int32), vocab - 1)
+    return ids.min(axis=-1)
 
 
 def _draw(logits: jax.Array, row: SamplingRows) -> jax.Array:

@@ -174,7 +174,7 @@ class Store:
     """What the device holds.
 
     Attributes:
-        pages: One array a layer, dtype[num_blocks, block_size, 2, num_kv_heads, head_dim]: keys at 0, values at 1.
+        pages: One array a layer, dtype[num_blocks, 2, num_kv_heads, block_size, head_dim]: keys at 0, values at 1.
         block_table: int32[max_batch_size, table_width], block ids by place and block of positions; entries beyond a
             request's committed slots mean nothing.
         lease: Marked once a commit has donated these arrays.
@@ -225,7 +225,7 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
     # Made by the device, one by one: a shared zeros array could not be donated, and `jnp.zeros` may return one.
     make = jax.jit(jnp.zeros, static_argnums=(0, 1))
     pages = tuple(
-        make((config.num_blocks, config.block_size, 2, spec.num_kv_heads, spec.head_dim), spec.kv_dtype)
+        make((config.num_blocks, 2, spec.num_kv_heads, config.block_size, spec.head_dim), spec.kv_dtype)
         for spec in model.decoder.layers
     )
     table = make((config.max_batch_size, control.table_width), np.dtype(np.int32))

@@ -111,21 +111,23 @@ def execute(model: Model, state: EngineState, plan: StepPlan) -> Transaction:
     if plan.outcome not in (StepOutcome.COMMITTED, StepOutcome.UNSERVICEABLE_REQUEST):
         raise ValueError(f"a plan of outcome {plan.outcome.name} has nothing to execute; plan again after something changed")
     _require_rows_match(control, plan)
-    stamps = np.array([control.requests.stamp[row_of(control, int(i))] for i in _ids(plan)], np.uint64)
     if len(plan.index) == 0:
-        return Transaction(plan, state.store.lease, stamps, control.free_blocks, None)
+        return Transaction(plan, state.store.lease, _stamps(control, plan), control.free_blocks, None)
     bucket = bucket_for(plan, control.config)
     batch = pack(control, plan, bucket)
     result = model.programs.forward(
         model.programs.params, state.store.pages, state.store.block_table, batch, tile_size=bucket.tile_size
     )
+    # The device is at work: whatever needs no result of it comes first.
+    to = destinations(control, plan, bucket)
+    stamps = _stamps(control, plan)
     rows = len(plan.index)
     usable = np.asarray(result.usable)[:rows]
     if not usable.all():
         culprits = tuple(int(i) for i in plan.request_ids[~usable])
         names = ", ".join(map(str, culprits))
         raise RetryableStepError(f"the logits of request {names} are not finite; the step was dropped", culprits)
-    staged = StagedStep(result, destinations(control, plan, bucket), np.array(result.chosen)[:rows], model.programs)
+    staged = StagedStep(result, to, np.array(result.chosen)[:rows], model.programs)
     return Transaction(plan, state.store.lease, stamps, control.free_blocks, staged)
 
 
@@ -172,6 +174,10 @@ def step(model: Model, state: EngineState) -> tuple[EngineState, tuple[EventReco
 
 def _ids(plan: StepPlan) -> np.ndarray:
     return np.concatenate([plan.request_ids, plan.unserviceable])
+
+
+def _stamps(control: Control, plan: StepPlan) -> np.ndarray:
+    return np.array([control.requests.stamp[row_of(control, int(i))] for i in _ids(plan)], np.uint64)
 
 
 def _require_rows_match(control: Control, plan: StepPlan) -> None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.tiles import QueryTiles
 
-KEY_TILE = 256
+KEY_TILE = 128
 """Positions of one key tile, whatever the block size, so that the block size does not change the arithmetic."""
 
 
@@ -34,59 +34,93 @@ def paged_attention(
     Args:
         query: float[tokens, num_heads, head_dim]; rotary already applied.
         staged: dtype[tokens, 2, num_kv_heads, head_dim], this step's keys and values in the format of the pages.
-        pages: dtype[num_blocks, block_size, 2, num_kv_heads, head_dim]; only read.
+        pages: dtype[num_blocks, 2, num_kv_heads, block_size, head_dim]; only read.
         block_table: int32[places, columns]; an entry outside [0, num_blocks) is a hole and is never read.
         tiles: The step's query tiles.
-        tile_size: Queries a tile.
+        tile_size: Queries a tile; 1 means that every row has one token.
         scale: Factor on the scores.
 
     Returns:
         query's dtype[tokens, num_heads, head_dim].
     """
     num_tokens, num_heads, head_dim = query.shape
-    num_blocks, block_size, _, num_kv_heads, _ = pages.shape
-    num_tiles = tiles.place.shape[0]
+    num_kv_heads = pages.shape[2]
     group = num_heads // num_kv_heads
-    slots = pages.reshape(num_blocks * block_size, 2, num_kv_heads, head_dim)
+    num_tiles = tiles.place.shape[0]
 
     lanes = jnp.arange(tile_size)
     picked = query[jnp.minimum(tiles.start[:, None] + lanes, num_tokens - 1)].astype(jnp.float32) * scale
     # [tiles, kv_heads, group * tile_size, head_dim]: one batch element holds every query that shares its keys.
     picked = picked.reshape(num_tiles, tile_size, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     picked = picked.reshape(num_tiles, num_kv_heads, group * tile_size, head_dim)
-    query_position = tiles.past[:, None] + (tiles.start - tiles.row_start)[:, None] + lanes
-    query_position = jnp.where(lanes < tiles.count[:, None], query_position, -1)
-    key_end = tiles.past + tiles.start - tiles.row_start + tiles.count
-    query_position = jnp.tile(query_position, (1, group))[:, None, :, None]
+    # A product with one row goes another way through XLA on CPU, with other bits.
+    queries = max(group * tile_size, 2)
+    picked = jnp.pad(picked, ((0, 0), (0, 0), (0, queries - group * tile_size), (0, 0)))
+    first_position = tiles.past + tiles.start - tiles.row_start
+    query_position = jnp.where(lanes < tiles.count[:, None], first_position[:, None] + lanes, -1)
+    query_position = jnp.tile(query_position, (1, max(group, 2 // tile_size)))[:, None, :, None]
+    key_end = (first_position + tiles.count)[:, None]
 
     def walk(nth: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         best, output = carry
         position = nth * KEY_TILE + jnp.arange(KEY_TILE)
-        column = jnp.minimum(position // block_size, block_table.shape[1] - 1)
-        block = block_table[tiles.place[:, None], column]
-        committed = position < tiles.past[:, None]
-        hole = committed & ((block < 0) | (block >= num_blocks))
-        slot = jnp.clip(block, 0, num_blocks - 1) * block_size + position % block_size
-        fresh = jnp.clip(position - tiles.past[:, None] + tiles.row_start[:, None], 0, num_tokens - 1)
-        kv = jnp.where(committed[:, :, None, None, None], slots[slot], staged[fresh]).astype(jnp.float32)
+        keys, values, hole = _read_tile(position, staged, pages, block_table, tiles, tile_size)
         # Slots that nothing has written may hold NaN: they are selected away, not multiplied by zero.
-        written = (position < key_end[:, None]) & ~hole
-        values = jnp.where(written[:, :, None, None], kv[:, :, 1], 0.0)
+        written = ((position < key_end) & ~hole)[:, None, :, None]
+        # A column of ones makes the product sum the weights too: XLA orders a plain sum by the size of the array.
+        ones = jnp.ones((*values.shape[:-1], 1))
+        summed = jnp.concatenate([jnp.where(written, values, 0.0), ones], axis=-1)
 
-        scores = jnp.einsum("tkqd,tskd->tkqs", picked, kv[:, :, 0], preferred_element_type=jnp.float32)
+        scores = jnp.einsum("tkqd,tksd->tkqs", picked, keys, preferred_element_type=jnp.float32)
         scores = jnp.where((position <= query_position) & ~hole[:, None, None, :], scores, -jnp.inf)
         best_now = jnp.maximum(best, scores.max(axis=-1, keepdims=True))
         finite = jnp.where(jnp.isneginf(best_now), 0.0, best_now)
         weights = jnp.exp(scores - finite)
-        # A column of ones makes the product sum the weights too: XLA orders a plain sum by the size of the array.
-        summed = jnp.concatenate([values, jnp.ones((*values.shape[:-1], 1))], axis=-1)
-        product = jnp.einsum("tkqs,tskd->tkqd", weights, summed, preferred_element_type=jnp.float32)
+        product = jnp.einsum("tkqs,tksd->tkqd", weights, summed, preferred_element_type=jnp.float32)
         return best_now, output * jnp.exp(best - finite) + product
 
-    shape = (num_tiles, num_kv_heads, group * tile_size)
+    shape = (num_tiles, num_kv_heads, queries)
     start = (jnp.full((*shape, 1), -jnp.inf), jnp.zeros((*shape, head_dim + 1)))
     _, output = jax.lax.fori_loop(0, tiles.num_key_tiles, walk, start)
     total = output[..., -1:]
-    output = output[..., :-1] / jnp.where(total == 0.0, 1.0, total)
+    output = (output[..., :-1] / jnp.where(total == 0.0, 1.0, total))[:, :, : group * tile_size]
     output = output.reshape(num_tiles, num_kv_heads, group, tile_size, head_dim).transpose(0, 3, 1, 2, 4)
     return output.reshape(num_tiles * tile_size, num_heads, head_dim)[tiles.lane].astype(query.dtype)
+
+
+def _read_tile(
+    position: jax.Array,
+    staged: jax.Array,
+    pages: jax.Array,
+    block_table: jax.Array,
+    tiles: QueryTiles,
+    tile_size: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys and values float32[tiles, kv_heads, KEY_TILE, head_dim] at `position`, and bool[tiles, KEY_TILE] holes."""
+    num_blocks, _, num_kv_heads, block_size, head_dim = pages.shape
+    past = tiles.past[:, None]
+    column = jnp.minimum(position // block_size, block_table.shape[1] - 1)
+    block = block_table[tiles.place[:, None], column]
+    committed = position < past
+    hole = committed & ((block < 0) | (block >= num_blocks))
+    block = jnp.clip(block, 0, num_blocks - 1)
+    # One row a head, slot and kind, so that the gather itself brings heads in front of positions.
+    rows = pages.reshape(-1, head_dim)
+    head = (jnp.arange(num_kv_heads) * block_size)[:, None]
+    key_row = (block * 2 * num_kv_heads * block_size + position % block_size)[:, None, :] + head
+    taken = [rows.at[key_row + kind * num_kv_heads * block_size].get(mode="promise_in_bounds") for kind in (0, 1)]
+
+    committed = committed[:, None, :, None]
+    if tile_size == 1:
+        fresh = staged[tiles.start][:, :, :, None, :]
+        merged = [jnp.where(committed, taken[kind], fresh[:, kind]) for kind in (0, 1)]
+    else:
+        index = jnp.clip(position - past + tiles.row_start[:, None], 0, staged.shape[0] - 1)
+        index = (index * 2 * num_kv_heads)[:, None, :] + jnp.arange(num_kv_heads)[:, None]
+        fresh_rows = staged.reshape(-1, head_dim)
+        merged = [
+            jnp.where(committed, taken[kind], fresh_rows.at[index + kind * num_kv_heads].get(mode="promise_in_bounds"))
+            for kind in (0, 1)
+        ]
+    keys, values = (part.astype(jnp.float32) for part in merged)
+    return keys, values, hole

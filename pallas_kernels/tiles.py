@@ -54,14 +54,19 @@ def make_query_tiles(
         places: int32[rows], each row's place in the block table.
         past: int[rows], each row's committed key slots.
         num_tokens: int[rows], each row's tokens; the rows are packed one behind the other.
-        tile_size: Most queries of a tile.
+        tile_size: Most queries of a tile; 1 is for steps of one token a row.
         key_tile: Positions of a key tile.
         padded_tiles: Tiles of the result, at least as many as needed.
         padded_tokens: Tokens of the result, at least as many as the rows hold.
 
     Returns:
         The tiles; padding tiles hold no queries and padding tokens point at lane 0.
+
+    Raises:
+        ValueError: `tile_size` is 1 and a row has more than one token.
     """
+    if tile_size == 1 and (num_tokens > 1).any():
+        raise ValueError(f"a row has {int(num_tokens.max())} tokens in tiles of 1; use a larger tile_size")
     tiles_of_row = -(-num_tokens // tile_size)
     row = np.repeat(np.arange(len(places)), tiles_of_row)
     nth = np.arange(len(row)) - np.repeat(np.cumsum(tiles_of_row) - tiles_of_row, tiles_of_row)
