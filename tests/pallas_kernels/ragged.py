@@ -1,0 +1,180 @@
+"""Ragged steps for attention tests: whole sequences on one side, the same laid out in pages and staged tokens on the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from pallas_kernels import KEY_TILE, make_query_tiles, max_query_tiles, paged_attention
+
+HOLES = (-1, -(2**31), 2**31 - 1)
+"""Table entries outside any pool; tests add the pool's own size, the nearest one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """Shape of the heads and of a block; `dtype` is that of queries and pages."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: str = "float32"
+
+    @property
+    def scale(self) -> float:
+        """The usual factor on the scores."""
+        return self.head_dim**-0.5
+
+    def __str__(self) -> str:
+        return f"{self.num_heads}x{self.num_kv_heads}x{self.head_dim}-block{self.block_size}-{self.dtype}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """query [n, num_heads, head_dim]; key and value [n, num_kv_heads, head_dim]."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of a step: `count` tokens of a sequence behind `past` committed ones."""
+
+    past: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The padded sizes of a compiled step."""
+
+    tokens: int
+    tile_size: int
+    rows: int = 6
+    columns: int = 640
+    num_blocks: int = 700
+
+    @property
+    def tiles(self) -> int:
+        """Query tiles, padding included."""
+        return max_query_tiles(self.tokens, self.rows, self.tile_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The arguments of `paged_attention`, and where each row's tokens lie in the packed step."""
+
+    query: np.ndarray
+    staged: np.ndarray
+    pages: np.ndarray
+    block_table: np.ndarray
+    tiles: object
+    shape: Shape
+    scale: float
+    spans: tuple[slice, ...]
+
+
+def to_pages(slots: np.ndarray) -> np.ndarray:
+    """Pages in the kernel's layout from [num_blocks, block_size, 2, num_kv_heads, head_dim]."""
+    return np.ascontiguousarray(slots.transpose(0, 2, 3, 1, 4))
+
+
+def from_pages(pages: np.ndarray) -> np.ndarray:
+    """The reverse of `to_pages`."""
+    return pages.transpose(0, 3, 1, 2, 4)
+
+
+def random_sequence(rng: np.random.Generator, geometry: Geometry, length: int) -> Sequence:
+    """Normal queries, keys and values; the scores spread enough for weights from about 0.01 to 100 times the mean."""
+
+    def draw(heads: int) -> np.ndarray:
+        return rng.standard_normal((length, heads, geometry.head_dim)).astype(geometry.dtype)
+
+    return Sequence(draw(geometry.num_heads), draw(geometry.num_kv_heads), draw(geometry.num_kv_heads))
+
+
+def reference(sequence: Sequence, row: Row, scale: float, dead: frozenset[int] = frozenset()) -> np.ndarray:
+    """Plain causal attention of one row in float64: [count, num_heads, head_dim]; keys at `dead` positions don't exist."""
+    group = sequence.query.shape[1] // sequence.key.shape[1]
+    out = np.empty((row.count, *sequence.query.shape[1:]))
+    for i in range(row.count):
+        seen = [p for p in range(row.past + i + 1) if p not in dead]
+        for head in range(sequence.query.shape[1]):
+            keys = sequence.key[seen, head // group].astype(np.float64)
+            values = sequence.value[seen, head // group].astype(np.float64)
+            scores = keys @ sequence.query[row.past + i, head].astype(np.float64) * scale
+            weights = np.exp(scores - scores.max())
+            out[i, head] = weights @ values / weights.sum()
+    return out
+
+
+def lay_out(
+    rng: np.random.Generator,
+    geometry: Geometry,
+    sequences: list[Sequence],
+    rows: list[Row],
+    shape: Shape,
+    fill: float = np.nan,
+) -> Step:
+    """Puts each row's committed keys into blocks of its own at random places of the pool, and packs its new tokens.
+
+    Everything that no row may read holds `fill`: free blocks, slots behind the committed ones, padding tokens. Table
+    entries behind the committed ones are holes or blocks of other rows.
+    """
+    size, kv_heads, head_dim = geometry.block_size, geometry.num_kv_heads, geometry.head_dim
+    slots = np.full((shape.num_blocks, size, 2, kv_heads, head_dim), fill, geometry.dtype)
+    staged = np.full((shape.tokens, 2, kv_heads, head_dim), fill, geometry.dtype)
+    query = np.full((shape.tokens, geometry.num_heads, head_dim), fill, geometry.dtype)
+    noise = (*HOLES, shape.num_blocks, 0, shape.num_blocks - 1)
+    table = rng.choice(noise, (shape.rows, shape.columns)).astype(np.int32)
+    places = rng.permutation(shape.rows)[: len(rows)].astype(np.int32)
+    # Block 0 and the last one stay out of every table: clamped and negative ids would land there.
+    free = list(1 + rng.permutation(shape.num_blocks - 2))
+    spans, start = [], 0
+    for sequence, row, place in zip(sequences, rows, places, strict=True):
+        kv = np.stack([sequence.key, sequence.value], axis=1)
+        for column, first in enumerate(range(0, row.past, size)):
+            block = free.pop()
+            table[place, column] = block
+            stop = min(first + size, row.past)
+            slots[block, : stop - first] = kv[first:stop]
+        span = slice(start, start + row.count)
+        staged[span], query[span] = kv[row.past :][: row.count], sequence.query[row.past :][: row.count]
+        spans.append(span)
+        start = span.stop
+    tiles = make_query_tiles(
+        places,
+        np.array([row.past for row in rows], np.int64),
+        np.array([row.count for row in rows], np.int64),
+        tile_size=shape.tile_size,
+        key_tile=KEY_TILE,
+        padded_tiles=shape.tiles,
+        padded_tokens=shape.tokens,
+    )
+    return Step(query, staged, to_pages(slots), table, tiles, shape, geometry.scale, tuple(spans))
+
+
+@functools.partial(jax.jit, static_argnames=("tile_size", "scale"))
+def _attention(query, staged, pages, block_table, tiles, *, tile_size, scale):
+    return paged_attention(query, staged, pages, block_table, tiles, tile_size=tile_size, scale=scale)
+
+
+def attend(step: Step) -> list[np.ndarray]:
+    """Each row's output, dtype[count, num_heads, head_dim]."""
+    out = _attention(
+        step.query,
+        step.staged,
+        step.pages,
+        step.block_table,
+        step.tiles,
+        tile_size=step.shape.tile_size,
+        scale=step.scale,
+    )
+    out = np.array(out, copy=True)
+    return [out[span] for span in step.spans]
