@@ -27,7 +27,9 @@ def release(free: np.ndarray, block_ids: np.ndarray, num_blocks: int) -> np.ndar
     """
     outside = block_ids[(block_ids < 0) | (block_ids >= num_blocks)]
     if len(outside):
-        raise ValueError(f"block {int(outside[0])} is outside the pool of {num_blocks} blocks; free blocks it handed out")
+        raise ValueError(
+            f"block {int(outside[0])} is outside the pool of {num_blocks} blocks; free blocks it handed out"
+        )
     held = np.ones(num_blocks, bool)
     held[free] = False
     distinct, counts = np.unique(block_ids, return_counts=True)

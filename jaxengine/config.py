@@ -44,7 +44,13 @@ def _positive(label: str, value: object) -> int:
     return _int(label, value, 1)
 
 
-def _count(label: str, value: object) -> int:
+def require_count(label: str, value: object) -> int:
+    """Returns `value` as an int.
+
+    Raises:
+        TypeError: It is no integer.
+        ValueError: It is negative.
+    """
     return _int(label, value, 0)
 
 
@@ -85,14 +91,14 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         required = ("max_batch_size", "max_scheduled_tokens", "num_blocks", "block_size", "max_row_retries")
-        checks = dict.fromkeys((*required, "chunk_size"), _positive) | {"max_row_retries": _count}
+        checks = dict.fromkeys((*required, "chunk_size"), _positive) | {"max_row_retries": require_count}
         _check_fields(self, checks, required)
         _positive("EngineConfig.num_blocks * block_size", self.num_blocks * self.block_size)
 
 
 _SAMPLING_CHECKS: dict[str, Check] = {
     "temperature": lambda label, value: _number(label, value, 0.0, 3.4e38),
-    "top_k": _count,
+    "top_k": require_count,
     "top_p": lambda label, value: _number(label, value, 0.0, 1.0),
     "do_sample": _bool,
     "seed": lambda label, value: _int(label, value, 0, 2**32 - 1),
@@ -190,7 +196,7 @@ class RequestOptions:
     sampling: SamplingParams = dataclasses.field(default_factory=SamplingParams)
 
     def __post_init__(self) -> None:
-        _check_fields(self, {"max_session_tokens": _count})
+        _check_fields(self, {"max_session_tokens": require_count})
         if not isinstance(self.sampling, SamplingParams):
             raise TypeError(f"RequestOptions.sampling is {self.sampling!r}; give a SamplingParams")
 
@@ -210,4 +216,4 @@ class TurnOptions:
     max_generated_tokens: int | None = 0
 
     def __post_init__(self) -> None:
-        _check_fields(self, {"max_generated_tokens": _count})
+        _check_fields(self, {"max_generated_tokens": require_count})

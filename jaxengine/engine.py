@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxengine import requests
-from jaxengine.config import EngineConfig, RequestOptions, TurnOptions
+from jaxengine.config import EngineConfig, RequestOptions, TurnOptions, require_count
 from jaxengine.errors import EngineError, RequestStateError, RetryableStepError
 from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason, Usage
 from jaxengine.interrupts import interrupts_deferred
@@ -86,7 +86,14 @@ class Engine:
         Args:
             model: What `load_model` returned.
             config: Sizes and limits; None takes the defaults.
+
+        Raises:
+            TypeError: `model` is no Model or `config` no EngineConfig.
         """
+        if not isinstance(model, Model):
+            raise TypeError(f"the model is {model!r}; give what load_model returned")
+        if not isinstance(config, EngineConfig | None):
+            raise TypeError(f"the config is {config!r}; give an EngineConfig or nothing")
         self._model = model
         self._owner = threading.get_ident()
         self._handles: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
@@ -125,10 +132,11 @@ class Engine:
     def create_request(self, options: RequestOptions | None = None) -> Request:
         """Makes a request; see `jaxengine.create_request` for what is refused."""
         self._enter()
-        self._state, request_id = requests.create_request(self.state, options)
-        request = Request(self, request_id)
-        self._handles[request_id] = request
-        weakref.finalize(request, self._abandoned.append, request_id).atexit = False
+        with interrupts_deferred():
+            self._state, request_id = requests.create_request(self.state, options)
+            request = Request(self, request_id)
+            self._handles[request_id] = request
+            weakref.finalize(request, self._abandoned.append, request_id).atexit = False
         return request
 
     def run(self, max_events: int = 64) -> list[Event]:
@@ -142,19 +150,21 @@ class Engine:
             `has_pending_requests()`.
 
         Raises:
+            TypeError: `max_events` is no integer.
             ValueError: `max_events` is negative.
             EngineError: The engine is closed, or the call comes from another thread.
         """
-        if max_events < 0:
-            raise ValueError(f"max_events is {max_events}; give a number that is not negative")
+        max_events = require_count("max_events", max_events)
         if max_events == 0:
             self._require_owner()
             return []
         self._enter()
         if not self.state.control.events:
             self._step()
-        self._state, records = requests.drain(self.state, max_events)
-        return [self._event(record) for record in records]
+        state, records = requests.drain(self.state, max_events)
+        events = [event for record in records if (event := self._event(record))]
+        self._state = state
+        return events
 
     def has_pending_requests(self) -> bool:
         """Returns True while events are retained or some request is queued or active."""
@@ -169,7 +179,9 @@ class Engine:
         """Returns the engine."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Closes the engine."""
         self.close()
 
@@ -182,7 +194,9 @@ class Engine:
         """The boundary of every call: checks the owner and reclaims requests whose last handle is gone."""
         self._require_owner()
         while self._abandoned:
-            self._state = requests.close_request(self.state, self._abandoned.popleft())
+            # Taken off only when it is closed, so that a Ctrl-C between the two loses no request.
+            self._state = requests.close_request(self.state, self._abandoned[0])
+            self._abandoned.popleft()
 
     def _enter_for(self, request: Request) -> None:
         if self._state is None:
@@ -215,9 +229,13 @@ class Engine:
         event = EventRecord(request_id=0, turn_id=0, flags=flags, error_code=code, detail=detail)
         self._state = requests.publish(self.state, event)
 
-    def _event(self, record: EventRecord) -> Event:
+    def _event(self, record: EventRecord) -> Event | None:
+        request = self._handles.get(record.request_id)
+        if record.request_id and request is None:
+            # The handle went away during this call, in a collected cycle for one: its events go with it.
+            return None
         return Event(
-            request=self._handles[record.request_id] if record.request_id else None,
+            request=request,
             turn_id=record.turn_id,
             flags=record.flags,
             token=record.token,
@@ -270,12 +288,16 @@ class Request:
     def tokens(self) -> np.ndarray:
         """int32[length], the sequence; empty once closed."""
         row = self._row()
-        return np.zeros(0, np.int32) if row < 0 else self._engine.state.control.tokens.read(row, 0, self.length)
+        return (
+            np.zeros(0, np.int32) if row < 0 else self._engine.state.control.tokens.read(row, 0, self.length)
+        )
 
-    def begin_turn(self, tokens: Sequence[int] | np.ndarray | jax.Array, options: TurnOptions | None = None) -> int:
+    def begin_turn(
+        self, tokens: Sequence[int] | np.ndarray | jax.Array, options: TurnOptions | None = None
+    ) -> int:
         """Queues input and returns the new turn's id; see `jaxengine.begin_turn` for what is refused."""
         self._engine._enter_for(self)
-        self._engine._state, turn_id = requests.begin_turn(self._engine.state, self.id, np.asarray(tokens), options)
+        self._engine._state, turn_id = requests.begin_turn(self._engine.state, self.id, tokens, options)
         return turn_id
 
     def cancel_turn(self, turn_id: int) -> bool:

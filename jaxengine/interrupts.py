@@ -12,14 +12,16 @@ from types import FrameType
 @contextlib.contextmanager
 def interrupts_deferred() -> Iterator[None]:
     """Delivers a SIGINT that comes inside the block at its end; off the main thread there is nothing to defer."""
-    if threading.current_thread() is not threading.main_thread():
+    previous = signal.getsignal(signal.SIGINT)
+    # A handler that was not installed from Python could not be put back.
+    if threading.current_thread() is not threading.main_thread() or previous is None:
         yield
         return
     pending: list[FrameType | None] = []
-    previous = signal.signal(signal.SIGINT, lambda _, frame: pending.append(frame))
+    signal.signal(signal.SIGINT, lambda _, frame: pending.append(frame))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-        if pending and callable(previous):
-            previous(signal.SIGINT, pending[-1])
+        if pending:
+            signal.raise_signal(signal.SIGINT)

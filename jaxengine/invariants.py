@@ -37,11 +37,18 @@ def check_invariants(state: EngineState) -> None:
 
     resident = requests.place >= 0
     places, counts = np.unique(requests.place[resident], return_counts=True)
-    found.extend(f"place {place} has {count} residents" for place, count in zip(places, counts, strict=True) if count > 1)
+    found.extend(
+        f"place {place} has {count} residents"
+        for place, count in zip(places, counts, strict=True)
+        if count > 1
+    )
     require(requests.place < config.max_batch_size, "its place is outside the block table")
     require(resident == (requests.order >= 0), "it has a place without an admission rank, or the reverse")
     require(resident | (held == 0), "it holds blocks without being resident")
-    require(held >= blocks_for(requests.processed, config.block_size), "its table is shorter than its committed slots")
+    require(
+        held >= blocks_for(requests.processed, config.block_size),
+        "its table is shorter than its committed slots",
+    )
     require(held <= control.table_width, "its table is wider than the block table")
     settled = requests.processed >= requests.input_end
     exact = held == blocks_for(requests.processed, config.block_size)
@@ -53,7 +60,10 @@ def check_invariants(state: EngineState) -> None:
     live = (requests.status == RequestStatus.QUEUED) | (requests.status == RequestStatus.ACTIVE)
     require(~live | (requests.processed < requests.length), "it is live with nothing left to run")
     decode = live & settled
-    require(~decode | (requests.length - requests.processed == 1), "it decodes with other than one unprocessed token")
+    require(
+        ~decode | (requests.length - requests.processed == 1),
+        "it decodes with other than one unprocessed token",
+    )
     require((requests.status != RequestStatus.ACTIVE) | resident, "it is active without being resident")
     if len(found):
         raise InvariantViolation("; ".join(found))

@@ -2,7 +2,8 @@
 
 A `Log` is a chain of chunks: appending makes one node in front of everything before it, so every older value stays what
 it was. A `LogTable` holds one log a row and keeps the newest few entries of all rows in one NumPy array, so that
-appending a token to each of thousands of rows is one vectorised write and a row's chain grows only once in `TAIL` steps.
+appending a token to each of thousands of rows is one vectorised write and a row's chain grows only once in `TAIL`
+steps.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Log:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Log):
             return NotImplemented
-        return self.length == other.length and np.array_equal(self.read(0, self.length), other.read(0, other.length))
+        return self.length == other.length and np.array_equal(
+            self.read(0, self.length), other.read(0, other.length)
+        )
 
 
 EMPTY = Log(None, np.zeros(0, np.int32), 0)
@@ -65,7 +68,9 @@ class LogTable:
     @staticmethod
     def empty() -> LogTable:
         """Returns a table with no rows."""
-        return LogTable(np.zeros(0, object), np.zeros(0, np.int64), np.zeros((0, TAIL), np.int32), np.zeros(0, np.int32))
+        return LogTable(
+            np.zeros(0, object), np.zeros(0, np.int64), np.zeros((0, TAIL), np.int32), np.zeros(0, np.int32)
+        )
 
     def add_row(self) -> LogTable:
         """Returns the table with one empty row behind the others."""
@@ -101,7 +106,9 @@ class LogTable:
     def extend(self, row: int, values: np.ndarray) -> LogTable:
         """Returns the table with `values` behind the entries of `row`."""
         older, lengths, filled = self.older.copy(), self.lengths.copy(), self.filled.copy()
-        older[row] = older[row].extend(self.tail[row, : filled[row]].copy()).extend(np.asarray(values, np.int32))
+        older[row] = (
+            older[row].extend(self.tail[row, : filled[row]].copy()).extend(np.asarray(values, np.int32))
+        )
         lengths[row] += len(values)
         filled[row] = 0
         return LogTable(older, lengths, self.tail, filled)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from jaxengine import blocks
-from jaxengine.config import RequestOptions, TurnOptions, resolve_sampling
+from jaxengine.config import RequestOptions, TurnOptions, require_count, resolve_sampling
 from jaxengine.errors import RequestStateError
 from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason, Usage
 from jaxengine.state import (
@@ -28,7 +28,12 @@ from jaxengine.state import (
     row_of,
 )
 
+if TYPE_CHECKING:
+    import jax
+
 LAST_ID = 2**64 - 1
+
+Options = TypeVar("Options", RequestOptions, TurnOptions)
 
 
 def create_request(state: EngineState, options: RequestOptions | None = None) -> tuple[EngineState, int]:
@@ -42,20 +47,25 @@ def create_request(state: EngineState, options: RequestOptions | None = None) ->
         The new state and the request's id, which is never used again.
 
     Raises:
-        ValueError: The session limit is above the model's, or the folder asks for beams, several sequences or a batch.
+        ValueError: The session limit is above the model's, the folder asks for beams, several sequences or a batch, or
+            a sampling setting that is left to the folder is out of range there.
+        TypeError: `options` is no RequestOptions.
     """
     require_unspent(state)
-    options = RequestOptions() if options is None else options
+    options = _require_options(options, RequestOptions)
     control = state.control
     facts = control.facts
     search = facts.search_settings
     for name in ("num_beams", "num_return_sequences", "batch_size"):
         if search.get(name, 1) != 1:
-            raise ValueError(f"search.{name} of the model folder is {search[name]}; a request is one sequence, so set it to 1")
+            raise ValueError(
+                f"search.{name} of the model folder is {search[name]}; a request is one sequence, so set it to 1"
+            )
     limit = options.max_session_tokens or facts.max_length
     if limit > facts.max_length:
         raise ValueError(
-            f"RequestOptions.max_session_tokens is {limit}; this model allows at most {facts.max_length} tokens a session"
+            f"RequestOptions.max_session_tokens is {limit}; "
+            f"this model allows at most {facts.max_length} tokens a session"
         )
     request_id = int(control.counters[REQUEST_IDS]) + 1
     sampling = resolve_sampling(options.sampling, search)
@@ -85,7 +95,10 @@ def create_request(state: EngineState, options: RequestOptions | None = None) ->
 
 
 def begin_turn(
-    state: EngineState, request_id: int, tokens: Sequence[int] | np.ndarray, options: TurnOptions | None = None
+    state: EngineState,
+    request_id: int,
+    tokens: Sequence[int] | np.ndarray | jax.Array,
+    options: TurnOptions | None = None,
 ) -> tuple[EngineState, int]:
     """Queues input for a request and starts its next turn.
 
@@ -101,17 +114,22 @@ def begin_turn(
     Raises:
         RequestStateError: The request is queued, active or closed, or has events that were not drained.
         ValueError: No tokens, a token outside the vocabulary, or no room for one generated token.
+        TypeError: `options` is no TurnOptions.
         OverflowError: The request's turn ids are used up.
     """
     require_unspent(state)
-    options = TurnOptions() if options is None else options
+    options = _require_options(options, TurnOptions)
     control = state.control
     row = _require_row(control, request_id)
     status = RequestStatus(control.requests.status[row])
     if status not in (RequestStatus.CREATED, RequestStatus.TURN_COMPLETE):
-        raise RequestStateError(f"request {request_id} is {status.name}; begin a turn once its current one has finished")
+        raise RequestStateError(
+            f"request {request_id} is {status.name}; begin a turn once its current one has finished"
+        )
     if any(event.request_id == request_id for event in control.events):
-        raise RequestStateError(f"request {request_id} has events that were not drained; drain them before the next turn")
+        raise RequestStateError(
+            f"request {request_id} has events that were not drained; drain them before the next turn"
+        )
     values = _require_tokens(tokens, control.facts.vocab_size)
     length = int(control.requests.length[row])
     limit = int(control.requests.max_session[row])
@@ -172,13 +190,15 @@ def close_request(state: EngineState, request_id: int) -> EngineState:
     """
     require_unspent(state)
     control = state.control
-    row = row_of(control, request_id)
+    row = _row(control, request_id)
     if row < 0:
-        if not 0 < request_id <= control.counters[REQUEST_IDS]:
-            _unknown(request_id)
         return state
     held = control.blocks.read(row, 0, int(control.blocks_held[row]))
-    free = blocks.release(control.free_blocks, held, control.config.num_blocks) if len(held) else control.free_blocks
+    free = (
+        blocks.release(control.free_blocks, held, control.config.num_blocks)
+        if len(held)
+        else control.free_blocks
+    )
     columns = {name: np.delete(getattr(control.requests, name), row) for name in COLUMN_DTYPES}
     control = control.replace(  # type: ignore[attr-defined]
         requests=control.requests.replace(**columns),  # type: ignore[attr-defined]
@@ -197,8 +217,7 @@ def drain(state: EngineState, count: int) -> tuple[EngineState, tuple[EventRecor
         ValueError: `count` is negative.
     """
     require_unspent(state)
-    if count < 0:
-        raise ValueError(f"drain was asked for {count} events; give a number that is not negative")
+    count = require_count("the number of events to drain", count)
     events = state.control.events
     if not events or not count:
         return state, ()
@@ -215,7 +234,9 @@ def note_failures(state: EngineState, request_ids: Sequence[int], detail: str) -
         control = replace_rows(control, row, failures=failures)
         if failures > control.config.max_row_retries:
             control = replace_rows(control, row, stamp=_next_stamp(control, row, b"fail"))
-            control = finish_turn(control, row, FinishReason.FAILED, EngineErrorCode.RETRYABLE_EXECUTION, detail)
+            control = finish_turn(
+                control, row, FinishReason.FAILED, EngineErrorCode.RETRYABLE_EXECUTION, detail
+            )
     return state.replace(control=control)  # type: ignore[attr-defined]
 
 
@@ -260,12 +281,8 @@ def status_of(state: EngineState, request_id: int) -> RequestStatus:
     Raises:
         ValueError: No request ever had this id.
     """
-    row = row_of(state.control, request_id)
-    if row >= 0:
-        return RequestStatus(state.control.requests.status[row])
-    if not 0 < request_id <= state.control.counters[REQUEST_IDS]:
-        _unknown(request_id)
-    return RequestStatus.CLOSED
+    row = _row(state.control, request_id)
+    return RequestStatus.CLOSED if row < 0 else RequestStatus(state.control.requests.status[row])
 
 
 def has_pending_work(state: EngineState) -> bool:
@@ -275,28 +292,48 @@ def has_pending_work(state: EngineState) -> bool:
     return bool(state.control.events) or bool(live.any())
 
 
+def _row(control: Control, request_id: int) -> int:
+    """Row of the request, -1 once it is closed; raises if no request ever had the id."""
+    if isinstance(request_id, bool) or not isinstance(request_id, int | np.integer):
+        raise TypeError(f"request id {request_id!r} is no integer; use an id that create_request returned")
+    if not 0 < request_id <= control.counters[REQUEST_IDS]:
+        raise ValueError(
+            f"there is no request {request_id}; use an id that create_request returned for this state"
+        )
+    return row_of(control, request_id)
+
+
 def _require_row(control: Control, request_id: int) -> int:
-    row = row_of(control, request_id)
+    row = _row(control, request_id)
     if row < 0:
-        if not 0 < request_id <= control.counters[REQUEST_IDS]:
-            _unknown(request_id)
         raise RequestStateError(f"request {request_id} is CLOSED; create a new request")
     return row
 
 
-def _unknown(request_id: int) -> NoReturn:
-    raise ValueError(f"there is no request {request_id}; use an id that create_request returned for this state")
+def _require_options(options: Options | None, kind: type[Options]) -> Options:
+    if options is None:
+        return kind()
+    if not isinstance(options, kind):
+        raise TypeError(f"the options are {options!r}; give {kind.__name__} or nothing")
+    return options
 
 
-def _require_tokens(tokens: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
-    values = np.array(tokens)
+def _require_tokens(tokens: Sequence[int] | np.ndarray | jax.Array, vocab_size: int) -> np.ndarray:
+    try:
+        values = np.array(tokens)
+    except ValueError as error:
+        raise ValueError(f"the turn's tokens are no flat sequence of integers: {error}") from error
     if values.size == 0:
         raise ValueError("the turn has no tokens; give at least one")
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
-        raise ValueError(f"the turn's tokens are {values.dtype}{list(values.shape)}; give a flat sequence of integers")
+        raise ValueError(
+            f"the turn's tokens are {values.dtype}{list(values.shape)}; give a flat sequence of integers"
+        )
     outside = values[(values < 0) | (values >= vocab_size)]
     if len(outside):
-        raise ValueError(f"token {int(outside[0])} is outside the vocabulary of {vocab_size}; give ids from 0 to {vocab_size - 1}")
+        raise ValueError(
+            f"token {int(outside[0])} is outside the vocabulary of {vocab_size}; give ids from 0 to {vocab_size - 1}"
+        )
     return values.astype(np.int32)
 
 
