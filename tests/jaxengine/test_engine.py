@@ -104,7 +104,7 @@ def test_A10_closing_with_events_retained_drops_them_and_keeps_those_handed_out(
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 9])
 def test_A11_dropping_the_last_handle_is_closing_at_the_next_call(engine, steps):
-    other = begun(engine, [7], limit=9)
+    other = begun(engine, [7], limit=15)
     request = begun(engine, [2] * 20, limit=2)
     for _ in range(steps):
         engine.run()
@@ -112,7 +112,7 @@ def test_A11_dropping_the_last_handle_is_closing_at_the_next_call(engine, steps)
     assert engine.has_pending_requests()
     assert engine.state.control.requests.id.tolist() == [other.id]
     assert all(event.request is other for event in run_out(engine))
-    assert answered(other, [7], 9)
+    assert answered(other, [7], 15)
 
 
 def test_A11_an_event_in_the_users_hands_keeps_the_request(engine):
