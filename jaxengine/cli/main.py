@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from jaxengine.cli import chat, generate, inspect
 from jaxengine.cli.errors import BROKEN_PIPE, FAILURE, INTERRUPTED, USAGE, CommandError
+from jaxengine.cli.options import in_words_of_options
 from jaxengine.cli.output import say
 from jaxengine.demo import DemoModelError
 from jaxengine.errors import EngineError
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows ? and the command goes on
     with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *_: say(f"jaxengine: warning: {message}")
+        warnings.showwarning = lambda message, *_: say(f"jaxengine: warning: {in_words_of_options(message)}")
         try:
             arguments = _parser().parse_args(argv)
             status: int = arguments.run(arguments)

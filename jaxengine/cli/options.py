@@ -67,12 +67,12 @@ def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
         raise CommandError(in_words_of_options(error), USAGE) from error
 
 
-def in_words_of_options(error: ValueError) -> str:
+def in_words_of_options(sentence: object) -> str:
     """The engine's sentence about one of its settings, with the option's name in the setting's place."""
     return re.sub(
         r"\b(?:SamplingParams|RequestOptions|TurnOptions)\.(\w+)",
         lambda match: "--" + match[1].replace("_", "-"),
-        str(error),
+        str(sentence),
     )
 
 

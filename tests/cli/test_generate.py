@@ -9,14 +9,16 @@ import pytest
 import jaxengine as je
 from jaxengine.cli import main
 from jaxengine.llm import LLM
-from tests.cli.tiny_model import variant
+from tests.cli.tiny_model import CONTEXT, variant
 
 LONG = "the quick"  # the tiny model doesn't end its answer to this by itself
 
 
 @pytest.fixture(scope="module")
 def llm(tiny):
-    with LLM(tiny) as llm:
+    with LLM(
+        tiny, je.EngineConfig(max_batch_size=1, num_blocks=CONTEXT // 16)
+    ) as llm:  # the command's own sizes
         yield llm
 
 
@@ -83,6 +85,7 @@ def test_case_C12_sampling_that_the_folder_makes_greedy_is_warned_of(tiny, tmp_p
     _, err = process.communicate()
     assert process.returncode == 0
     assert b"jaxengine: warning: sampling was asked for but the model folder sets top_k to 1" in err
+    assert b"set --top-k to sample" in err
     assert b".py" not in err
 
 

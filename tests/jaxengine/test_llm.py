@@ -11,6 +11,7 @@ from jaxengine.text import TextError
 from tests.cli.tiny_model import variant, write_tiny_folder
 
 PROMPTS = ["hello", "a b c", "12 12", "x", "the quick brown fox", "世界 😀"]
+SIZES = je.EngineConfig(max_batch_size=2, num_blocks=16)
 CHATS = [[{"role": "user", "content": text}] for text in PROMPTS[:3]]
 
 
@@ -21,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llm(folder):
-    with LLM(folder, je.EngineConfig(max_batch_size=2, num_blocks=16)) as llm:
+    with LLM(folder, SIZES) as llm:
         yield llm
 
 
@@ -54,8 +55,9 @@ def test_E6_more_prompts_than_rows_come_out_in_order_and_as_if_alone(llm):
 
 def test_prompts_share_steps(llm):
     before = llm._engine.metrics.steps
-    completions = llm.generate(PROMPTS[:2], max_tokens=6)
-    assert llm._engine.metrics.steps - before == max(len(c.token_ids) for c in completions) == 6
+    completions = llm.generate(PROMPTS[1:3], max_tokens=6)
+    assert [len(completion.token_ids) for completion in completions] == [6, 6]
+    assert llm._engine.metrics.steps - before == 6
 
 
 def test_a_completion_tells_tokens_text_reason_and_usage(llm):
@@ -157,7 +159,7 @@ def test_T2_a_bad_conversation_and_a_bad_limit_are_named(llm):
 
 def test_F7_a_prompt_that_fails_costs_the_others_nothing(folder, llm):
     """One token's embedding is no number: its request fails, the rest is as without it."""
-    with LLM(folder, je.EngineConfig(max_batch_size=3, num_blocks=16)) as broken:
+    with LLM(folder, SIZES) as broken:
         poison = broken.tokenizer.encode("Z")[0]
         params = broken.model.decoder.params
         (name,) = [name for name in params if name.endswith(":table")]
@@ -202,7 +204,7 @@ def test_case_C10_a_tokenizer_wider_than_the_logits_is_refused_when_loading(fold
 
 
 def test_case_C12_sampling_that_the_folder_makes_greedy_is_warned_of(folder, tmp_path):
-    with LLM(variant(folder, tmp_path / "greedy", {"top_k": 1})) as llm:
+    with LLM(variant(folder, tmp_path / "greedy", {"top_k": 1}), SIZES) as llm:
         with pytest.warns(UserWarning, match="the model folder sets top_k to 1"):
             llm.generate("hello", je.SamplingParams(temperature=0.8), max_tokens=1)
         llm.generate("hello", je.SamplingParams(temperature=0.8, top_k=5), max_tokens=1)
