@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.turns import BenchmarkError
+from jaxengine.text import TextError
+from onnx_import import ImportFailure
 
 PACKAGES = ("jaxengine", "jax", "jaxlib", "numpy", "onnxruntime", "onnxruntime-genai")
 FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
@@ -116,10 +118,10 @@ def conclude(record: Mapping[str, Any], text: str, file: Path | None) -> None:
 
 
 def run(measure: Callable[[], None]) -> int:
-    """Runs a benchmark and returns the exit status; a BenchmarkError becomes one line on stderr."""
+    """Runs a benchmark and returns the exit status; what the caller can mend becomes one line on stderr."""
     try:
         measure()
-    except BenchmarkError as error:
+    except (BenchmarkError, ImportFailure, TextError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
