@@ -57,7 +57,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The whole test suite."""
     session.install("-e", ".[test]")
-    session.run("pytest", *session.posargs)
+    session.run("pytest", "--durations=10", *session.posargs)
 
 
 NEWEST = newest_python()
