@@ -4,7 +4,7 @@ XLA on CPU multiplies by narrow column blocks in one fixed order: multiply-add a
 layout is also the one that it streams fastest from memory with the few rows of a decode step.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -55,26 +55,41 @@ def dense_weight(weight: np.ndarray) -> DenseWeight:
 def contract(x: jax.Array, weight: DenseWeight) -> jax.Array:
     """x [..., in] times a weight [out, in], accumulated in float32, in x's dtype: [..., out]."""
     rows = x.reshape(-1, x.shape[-1])
-    product = jnp.concatenate([_columns(rows, part) for part in weight.parts], axis=-1)[:, : weight.out]
+    multiply = _batched if rows.shape[0] <= _MAX_BATCHED_ROWS else _looped
+    product = multiply(rows, weight.parts)[:, : weight.out]
     return product.astype(x.dtype).reshape(*x.shape[:-1], weight.out)
 
 
-def _columns(rows: jax.Array, part: jax.Array) -> jax.Array:
-    count, size = rows.shape[0], part.shape[0] * part.shape[2]
-    if count <= _MAX_BATCHED_ROWS:
+def _batched(rows: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
+    """One product a part, batched over its blocks: float32 [rows, blocks * 64]."""
+
+    def multiply(part: jax.Array) -> jax.Array:
         repeated = jnp.broadcast_to(rows, (part.shape[0], *rows.shape))
         product = jax.lax.dot_general(
             repeated, part, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
         )
-    else:
+        return product.transpose(1, 0, 2).reshape(rows.shape[0], -1)
 
-        def multiply(block: jax.Array) -> jax.Array:
-            return jax.lax.dot_general(
-                rows, block, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    return jnp.concatenate([multiply(part) for part in parts], axis=-1)
+
+
+def _looped(rows: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
+    """One product a block, written into its columns: float32 [rows, blocks * 64]."""
+    blocks = sum(part.shape[0] for part in parts)
+    # Every column is written. Zeros would do, but XLA makes room for constants of all layers before the first one.
+    product = jnp.full((rows.shape[0], blocks * _WIDTH), rows[0, 0].astype(jnp.float32))
+    first = 0
+    for part in parts:
+
+        def multiply(nth: jax.Array, done: jax.Array, part: jax.Array = part, first: int = first) -> jax.Array:
+            columns = jax.lax.dot_general(
+                rows, part[nth], (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
             )
+            return jax.lax.dynamic_update_slice(done, columns, (0, (first + nth) * _WIDTH))
 
-        product = jax.lax.map(multiply, part)
-    return product.transpose(1, 0, 2).reshape(count, size)
+        product = jax.lax.fori_loop(0, part.shape[0], multiply, product)
+        first += part.shape[0]
+    return product
 
 
 def _weights(call: Call, tensors: Mapping[str, Tensor], mode: str) -> Mapping[str, WeightPlan]:
