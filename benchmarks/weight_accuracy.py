@@ -77,20 +77,24 @@ def runtime_logits(folder: Path, accuracy_level: int | None = None) -> Logits:
             kept = [attribute for attribute in node.attribute if attribute.name != "accuracy_level"]
             del node.attribute[:]
             node.attribute.extend([*kept, onnx.helper.make_attribute("accuracy_level", accuracy_level)])
-    options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-    session = onnxruntime.InferenceSession(
-        proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
-    )
-    empty = {
-        value.name: np.zeros((1, value.shape[1], 0, decoder["head_size"]), np.float32)
-        for value in session.get_inputs()
+    kv_heads = {
+        value.name: value.type.tensor_type.shape.dim[1].dim_value
+        for value in proto.graph.input
         if value.name.startswith("past_key_values")
     }
-    if not empty:
-        raise BenchmarkError(
-            f"{folder} is no folder in the two-dimensional form, which ONNX Runtime needs on a CPU"
-        )
+    if not kv_heads:
+        raise BenchmarkError(f"{folder} isn't in the two-dimensional form, which ONNX Runtime needs on a CPU")
+    empty = {
+        name: np.zeros((1, heads, 0, decoder["head_size"]), np.float32) for name, heads in kv_heads.items()
+    }
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+    model, providers = proto.SerializeToString(), ["CPUExecutionProvider"]
+    try:
+        session = onnxruntime.InferenceSession(model, options, providers=providers)
+    except Exception as error:  # the library raises nothing narrower
+        reason = " ".join(str(error).split())
+        raise BenchmarkError(f"ONNX Runtime can't load {folder / decoder['filename']}: {reason}") from error
 
     def logits(ids: np.ndarray) -> np.ndarray:
         feed = {"input_ids": ids[None].astype(np.int64), "attention_mask": np.ones((1, len(ids)), np.int64)}
@@ -139,9 +143,7 @@ def compare_folder(
     """Rows of one folder, the reference first; models are loaded one at a time."""
     windows = text_windows(folder, size, window)
     label = "" if level is None else f", accuracy level {level}"
-    row, reference = compare(
-        f"{folder.name}: ONNX Runtime{label}", runtime_logits(folder, level), None, windows
-    )
+    row, reference = compare(f"ONNX Runtime{label}", runtime_logits(folder, level), None, windows)
     rows = [row]
     makers: list[tuple[str, Callable[[], Logits]]] = []
     if level is not None:
@@ -151,9 +153,9 @@ def compare_folder(
     if "fast" in forms:
         makers.append(("jaxengine fast", lambda: jaxengine_logits(folder, "fast", window)))
     for name, make in makers:
-        rows.append(compare(f"{folder.name}: {name}", make(), reference, windows)[0])
+        rows.append(compare(name, make(), reference, windows)[0])
         gc.collect()
-    return rows
+    return [{"folder": folder.name, **row} for row in rows]
 
 
 def text_windows(folder: Path, size: int, window: int) -> list[np.ndarray]:
@@ -182,7 +184,7 @@ def measure(arguments: argparse.Namespace) -> None:
     header = ("weights", "mean error", "largest", "flips", "perplexity")
     cells = [
         (
-            row["held"],
+            f"{row['folder']}: {row['held']}",
             *(
                 ("reference", "", "")
                 if row["mean_error"] is None
