@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from jaxengine.logs import EMPTY, TAIL, Log, LogTable
 
 VALUES = st.lists(st.integers(0, 2**31 - 1), max_size=2 * TAIL + 2)
+MANY = st.integers(0, 2 * TAIL + 2).map(lambda count: list(range(count)))
 COMMANDS = st.lists(
     st.one_of(
         st.just(("add", 0, [])),
@@ -20,9 +21,7 @@ COMMANDS = st.lists(
             st.integers(0, 2**10 - 1),
             st.lists(st.integers(0, 99), min_size=10, max_size=10),
         ),
-        st.tuples(
-            st.just("append many times"), st.integers(0, 9), st.lists(st.integers(0, 99), max_size=TAIL + 3)
-        ),
+        st.tuples(st.just("append many times"), st.integers(0, 9), MANY),
     ),
     max_size=25,
 )
