@@ -15,13 +15,18 @@ from jaxengine.errors import (
 )
 from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason, Usage
 from jaxengine.invariants import InvariantViolation, check_invariants
+from jaxengine.llm import LLM, Completion
 from jaxengine.model import Model, load_model
 from jaxengine.planning import PlanRow, StepOutcome, StepPlan, plan_step
 from jaxengine.requests import begin_turn, cancel_turn, close_request, create_request, drain
 from jaxengine.state import EngineState, RequestStatus, init_state
+from jaxengine.text import ChatTemplate, StreamDecoder, TextError, Tokenizer
 from jaxengine.transaction import Transaction, commit, execute, step
 
 __all__ = [
+    "LLM",
+    "ChatTemplate",
+    "Completion",
     "Engine",
     "EngineConfig",
     "EngineError",
@@ -45,6 +50,9 @@ __all__ = [
     "StaleTransactionError",
     "StepOutcome",
     "StepPlan",
+    "StreamDecoder",
+    "TextError",
+    "Tokenizer",
     "Transaction",
     "TurnOptions",
     "Usage",

@@ -1,6 +1,6 @@
 """What the engine raises, by who is at fault: the caller, the moment, or the engine.
 
-A wrong argument is a plain `ValueError` or `TypeError`; the classes here are for what the caller cannot see in the argument.
+A wrong argument is a plain `ValueError` or `TypeError`; the classes here are for what no argument shows.
 """
 
 from __future__ import annotations

@@ -39,6 +39,6 @@ def load_model(folder: str | os.PathLike[str], weights: Literal["exact", "fast"]
     Raises:
         onnx_import.ImportFailure: The folder cannot be read, or its graph holds something that is not supported.
     """
-    read = onnx_import.read_folder(folder)
+    read = onnx_import.read_folder(Path(folder))
     decoder = onnx_import.import_decoder(read, weights=weights)
     return Model(decoder=decoder, config=read.config, path=read.path, programs=Programs(decoder))

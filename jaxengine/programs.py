@@ -1,7 +1,7 @@
 """The two compiled programs of a step, and the few shapes that they are compiled for.
 
-`forward` only reads the pages and returns this step's keys and values as staged arrays; `publish` scatters them into the
-pages it takes over. Kept apart, because a program that reads and writes a pool may copy it.
+`forward` only reads the pages and returns this step's keys and values as staged arrays; `publish` scatters them into
+the pages it takes over. Kept apart, because a program that reads and writes a pool may copy it.
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def pack(control: Control, plan: StepPlan, bucket: Bucket) -> StepBatch:
     tokens[plan.offsets[decode]] = control.tokens.last(plan.index[decode])
     for i in np.flatnonzero(plan.is_prefill):
         start, count = int(plan.past[i]), int(plan.num_tokens[i])
-        tokens[plan.offsets[i] : plan.offsets[i] + count] = control.tokens.read(int(plan.index[i]), start, start + count)
+        tokens[plan.offsets[i] : plan.offsets[i] + count] = control.tokens.read(
+            int(plan.index[i]), start, start + count
+        )
     requests = control.requests
     settings = SamplingRows(
         temperature=_padded(requests.temperature[plan.index] * plan.samples, bucket.rows),
@@ -139,7 +141,7 @@ def pack(control: Control, plan: StepPlan, bucket: Bucket) -> StepBatch:
 
 
 def destinations(control: Control, plan: StepPlan, bucket: Bucket) -> Destinations:
-    """Returns where the plan's tokens are to be kept, through the proposed tables: committed blocks, then reserved ones."""
+    """Returns where the plan's tokens are to be kept, by the proposed tables: committed blocks, then reserved ones."""
     size = control.config.block_size
     outside = control.config.num_blocks
     place = np.full(bucket.tokens, control.config.max_batch_size, np.int32)
@@ -158,7 +160,9 @@ def destinations(control: Control, plan: StepPlan, bucket: Bucket) -> Destinatio
     for i in np.flatnonzero(plan.past < held * size):
         start, stop = plan.offsets[i], plan.offsets[i] + plan.num_tokens[i]
         columns = column[start:stop]
-        known = control.blocks.read(int(plan.index[i]), int(columns[0]), min(int(columns[-1]) + 1, int(held[i])))
+        known = control.blocks.read(
+            int(plan.index[i]), int(columns[0]), min(int(columns[-1]) + 1, int(held[i]))
+        )
         inside = columns < held[i]
         block[start:stop][inside] = known[columns[inside] - columns[0]]
     return Destinations(place, column, block, slot)
@@ -191,11 +195,23 @@ def _forward(
     ) -> tuple[jax.Array, jax.Array]:
         staged = jnp.stack([key, value], axis=1).astype(spec.kv_dtype)
         output = paged_attention(
-            query, staged, pages_of[spec.layer], block_table, batch.tiles, tile_size=tile_size, scale=spec.scale
+            query,
+            staged,
+            pages_of[spec.layer],
+            block_table,
+            batch.tiles,
+            tile_size=tile_size,
+            scale=spec.scale,
         )
         return output, staged
 
-    logits, staged = decoder.apply(params, batch.tokens, batch.positions, attention, batch.logits_rows)
+    logits, staged = decoder.apply(
+        params,
+        jnp.asarray(batch.tokens),
+        jnp.asarray(batch.positions),
+        attention,
+        jnp.asarray(batch.logits_rows),
+    )
     usable = jnp.isfinite(logits.max(axis=-1))
     return ForwardResult(staged, logits, sample(logits, batch.sampling), usable)
 

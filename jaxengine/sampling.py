@@ -57,7 +57,9 @@ def sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 def _arg_max(logits: jax.Array) -> jax.Array:
     """int32[rows]; as `jnp.argmax`, but XLA on CPU runs a maximum and a minimum several times faster than its pair."""
     vocab = logits.shape[-1]
-    ids = jnp.where(logits == logits.max(axis=-1, keepdims=True), jnp.arange(vocab, dtype=jnp.int32), vocab - 1)
+    ids = jnp.where(
+        logits == logits.max(axis=-1, keepdims=True), jnp.arange(vocab, dtype=jnp.int32), vocab - 1
+    )
     return ids.min(axis=-1)
 
 

@@ -1,8 +1,8 @@
 """The engine's state as one immutable value: what the host knows (`Control`) and what the device holds (`Store`).
 
-Control is a fixed set of NumPy columns with one entry a live request, in order of creation; transitions copy the columns
-they change. The store is append-only as seen from control: no step writes a slot that the control value beside it can
-read, so whatever a dropped step leaves behind in the store is invisible.
+Control is a fixed set of NumPy columns with one entry a live request, in order of creation; transitions copy the
+columns they change. The store is append-only as seen from control: no step writes a slot that the control value beside
+it can read, so whatever a dropped step leaves behind in the store is invisible.
 """
 
 from __future__ import annotations

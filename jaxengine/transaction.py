@@ -107,9 +107,13 @@ def execute(model: Model, state: EngineState, plan: StepPlan) -> Transaction:
     require_unspent(state)
     control = state.control
     if model.decoder.identity != control.facts.identity:
-        raise ValueError("the state was made for another model; execute it with the model given to init_state")
+        raise ValueError(
+            "the state was made for another model; execute it with the model given to init_state"
+        )
     if plan.outcome not in (StepOutcome.COMMITTED, StepOutcome.UNSERVICEABLE_REQUEST):
-        raise ValueError(f"a plan of outcome {plan.outcome.name} has nothing to execute; plan again after something changed")
+        raise ValueError(
+            f"a plan of outcome {plan.outcome.name} has nothing to execute; plan again after a change"
+        )
     _require_rows_match(control, plan)
     if len(plan.index) == 0:
         return Transaction(plan, state.store.lease, _stamps(control, plan), control.free_blocks, None)
@@ -126,7 +130,9 @@ def execute(model: Model, state: EngineState, plan: StepPlan) -> Transaction:
     if not usable.all():
         culprits = tuple(int(i) for i in plan.request_ids[~usable])
         names = ", ".join(map(str, culprits))
-        raise RetryableStepError(f"the logits of request {names} are not finite; the step was dropped", culprits)
+        raise RetryableStepError(
+            f"the logits of request {names} are not finite; the step was dropped", culprits
+        )
     staged = StagedStep(result, to, np.array(result.chosen)[:rows], model.programs)
     return Transaction(plan, state.store.lease, stamps, control.free_blocks, staged)
 
@@ -198,13 +204,19 @@ def _require_fresh(state: EngineState, transaction: Transaction) -> None:
         raise StaleTransactionError("this transaction was committed already; execute the next plan instead")
     control, plan = state.control, transaction.plan
     if state.store.lease is not transaction.lease:
-        raise StaleTransactionError("another step was committed since this transaction ran; plan and execute again")
+        raise StaleTransactionError(
+            "another step was committed since this transaction ran; plan and execute again"
+        )
     for request_id, stamp in zip(_ids(plan), transaction.stamps, strict=True):
         row = row_of(control, int(request_id))
         if row < 0 or control.requests.stamp[row] != stamp:
-            raise StaleTransactionError(f"request {request_id} changed since this transaction ran; plan and execute again")
+            raise StaleTransactionError(
+                f"request {request_id} changed since its step ran; plan and execute again"
+            )
     if not np.array_equal(control.free_blocks, transaction.free_blocks):
-        raise StaleTransactionError("the block pool changed since this transaction ran; plan and execute again")
+        raise StaleTransactionError(
+            "the block pool changed since this transaction ran; plan and execute again"
+        )
 
 
 def _next_control(control: Control, transaction: Transaction) -> Control:

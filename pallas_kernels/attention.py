@@ -57,9 +57,9 @@ def paged_attention(
     queries = max(group * tile_size, 2)
     picked = jnp.pad(picked, ((0, 0), (0, 0), (0, queries - group * tile_size), (0, 0)))
     first_position = tiles.past + tiles.start - tiles.row_start
-    query_position = jnp.where(lanes < tiles.count[:, None], first_position[:, None] + lanes, -1)
+    query_position = jnp.where(lanes < tiles.num_queries[:, None], first_position[:, None] + lanes, -1)
     query_position = jnp.tile(query_position, (1, max(group, 2 // tile_size)))[:, None, :, None]
-    key_end = (first_position + tiles.count)[:, None]
+    key_end = (first_position + tiles.num_queries)[:, None]
 
     def walk(nth: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         best, output = carry
@@ -108,7 +108,9 @@ def _read_tile(
     rows = pages.reshape(-1, head_dim)
     head = (jnp.arange(num_kv_heads) * block_size)[:, None]
     key_row = (block * 2 * num_kv_heads * block_size + position % block_size)[:, None, :] + head
-    taken = [rows.at[key_row + kind * num_kv_heads * block_size].get(mode="promise_in_bounds") for kind in (0, 1)]
+    taken = [
+        rows.at[key_row + kind * num_kv_heads * block_size].get(mode="promise_in_bounds") for kind in (0, 1)
+    ]
 
     committed = committed[:, None, :, None]
     if tile_size == 1:
@@ -119,7 +121,11 @@ def _read_tile(
         index = (index * 2 * num_kv_heads)[:, None, :] + jnp.arange(num_kv_heads)[:, None]
         fresh_rows = staged.reshape(-1, head_dim)
         merged = [
-            jnp.where(committed, taken[kind], fresh_rows.at[index + kind * num_kv_heads].get(mode="promise_in_bounds"))
+            jnp.where(
+                committed,
+                taken[kind],
+                fresh_rows.at[index + kind * num_kv_heads].get(mode="promise_in_bounds"),
+            )
             for kind in (0, 1)
         ]
     keys, values = (part.astype(jnp.float32) for part in merged)

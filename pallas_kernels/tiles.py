@@ -1,6 +1,6 @@
 """Query tiles: how a packed step of ragged rows is cut into equal pieces that attention can run as one batch.
 
-A tile holds up to `tile_size` neighbouring queries of one row, so the keys of its row are gathered once for all of them.
+A tile holds up to `tile_size` neighbouring queries of one row, so its row's keys are gathered once for all of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class QueryTiles(NamedTuple):
         past: [tiles], committed key slots of the tile's row.
         row_start: [tiles], packed index of the row's first token.
         start: [tiles], packed index of the tile's first query.
-        count: [tiles], queries that the tile holds; 0 for padding.
+        num_queries: [tiles], queries that the tile holds; 0 for padding.
         lane: [tokens], tile * tile_size + place in the tile, of each packed token.
         num_key_tiles: [], key tiles that cover the longest row.
     """
@@ -28,7 +28,7 @@ class QueryTiles(NamedTuple):
     past: np.ndarray | jax.Array
     row_start: np.ndarray | jax.Array
     start: np.ndarray | jax.Array
-    count: np.ndarray | jax.Array
+    num_queries: np.ndarray | jax.Array
     lane: np.ndarray | jax.Array
     num_key_tiles: np.ndarray | jax.Array
 
@@ -88,7 +88,7 @@ def make_query_tiles(
         past=padded(past[row], padded_tiles),
         row_start=padded(row_start[row], padded_tiles),
         start=padded(row_start[row] + nth * tile_size, padded_tiles),
-        count=padded(np.minimum(num_tokens[row] - nth * tile_size, tile_size), padded_tiles),
+        num_queries=padded(np.minimum(num_tokens[row] - nth * tile_size, tile_size), padded_tiles),
         lane=padded(lane, padded_tokens),
-        num_key_tiles=np.int32(-(-longest // key_tile)),
+        num_key_tiles=np.asarray(-(-longest // key_tile), np.int32),
     )

@@ -81,7 +81,9 @@ def _looped(rows: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
     first = 0
     for part in parts:
 
-        def multiply(nth: jax.Array, done: jax.Array, part: jax.Array = part, first: int = first) -> jax.Array:
+        def multiply(
+            nth: jax.Array, done: jax.Array, part: jax.Array = part, first: int = first
+        ) -> jax.Array:
             columns = jax.lax.dot_general(
                 rows, part[nth], (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32
             )

@@ -82,7 +82,9 @@ def _require_equal(ours: list[int], oracle: list[tuple[int, np.ndarray]], scale:
         if place == len(ours) or ours[place] != token:
             best, second = (int(i) for i in np.argsort(-logits, kind="stable")[:2])
             gap = float(logits[best] - logits[second])
-            assert gap < 2 * scale * float(np.abs(logits).max()), f"token {place} differs, and the gap is {gap}"
+            assert gap < 2 * scale * float(np.abs(logits).max()), (
+                f"token {place} differs, and the gap is {gap}"
+            )
             assert place == len(ours) or ours[place] == second
             return place
     assert len(ours) == len(oracle), "the oracle met an EOS where we went on"
@@ -134,7 +136,9 @@ def test_S1_packed_half_precision_tokens_follow_the_float_export(family: str, tm
 
 
 @pytest.mark.demo
-@pytest.mark.skipif(not demo_model_path().exists(), reason="the demo model is not in the cache; run `jaxengine chat` once")
+@pytest.mark.skipif(
+    not demo_model_path().exists(), reason="no demo model in the cache; run `jaxengine chat` once"
+)
 def test_the_demo_models_answers_equal_the_oracles() -> None:
     folder = demo_model_path()
     tokenizer = Tokenizer.from_folder(folder)

@@ -43,9 +43,9 @@ def test_R4_query_tiles_equal_a_plain_loop(rows, tile_size, key_tile, spare, see
             expected.append((place, row_past, start, start + first, held))
         start += count
     assert len(expected) <= room - spare
-    columns = (tiles.place, tiles.past, tiles.row_start, tiles.start, tiles.count)
+    columns = (tiles.place, tiles.past, tiles.row_start, tiles.start, tiles.num_queries)
     assert list(zip(*(column[: len(expected)].tolist() for column in columns), strict=True)) == expected
-    assert not tiles.count[len(expected) :].any()
+    assert not tiles.num_queries[len(expected) :].any()
     assert tiles.lane.tolist() == lanes + [0] * spare
     assert int(tiles.num_key_tiles) == max(-(-(p + n) // key_tile) for p, n in rows)
     assert all(np.asarray(field).dtype == np.int32 for field in tiles)
