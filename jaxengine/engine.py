@@ -257,6 +257,13 @@ class Request:
     def __repr__(self) -> str:
         return f"Request(id={self.id}, status={self.status.name})"
 
+    def __deepcopy__(self, memo: object) -> Request:
+        # A handle is an identity: `dataclasses.asdict(event)` must not copy the engine behind it.
+        return self
+
+    def __copy__(self) -> Request:
+        return self
+
     @property
     def status(self) -> RequestStatus:
         """Where the request is in its life; CLOSED once its engine is."""

@@ -1,6 +1,8 @@
 """The shell around the core: handles, closing, threads and interrupts, as an unkind user would try them (A1, A9 to A13,
 B1, E2)."""
 
+import copy
+import dataclasses
 import gc
 import os
 import queue
@@ -176,6 +178,13 @@ def test_A11_a_closed_and_dropped_request_is_nothing_to_reclaim_twice(engine):
     later = begun(engine, [9])
     run_out(engine)
     assert answered(later, [9])
+
+
+def test_A11_copies_of_a_handle_and_of_an_event_are_the_handle(engine):
+    request = begun(engine)
+    (event,) = engine.run()
+    assert copy.copy(request) is copy.deepcopy(request) is request
+    assert dataclasses.asdict(event)["request"] is copy.deepcopy(event).request is request
 
 
 # Closing the engine
