@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -17,90 +17,25 @@ import jaxengine as je
 from jaxengine import blocks
 from jaxengine.programs import Programs
 from jaxengine.state import row_of
+from tests.jaxengine.scripts import (
+    GREEDY,
+    MODEL,
+    SAMPLED,
+    begin,
+    commands,
+    readable,
+    steps,
+    with_own_store,
+)
 from tests.jaxengine.toy import (
-    LETTERS,
     NAN,
     SMALL,
     ToyDecoder,
     assert_same,
     continuation,
     leaves,
-    toy_model,
     with_params,
 )
-from tests.pallas_kernels.ragged import from_pages
-
-MODEL = toy_model()
-GREEDY = je.SamplingParams(temperature=0.0)
-SAMPLED = je.SamplingParams(temperature=1.5, top_k=9, seed=7)
-
-Command = tuple[Any, ...]
-commands = st.lists(
-    st.one_of(
-        st.tuples(
-            st.just("new"), st.lists(st.integers(0, LETTERS - 1), min_size=1, max_size=20), st.booleans()
-        ),
-        st.tuples(
-            st.just("continue"),
-            st.integers(0, 3),
-            st.lists(st.integers(0, LETTERS - 1), min_size=1, max_size=7),
-        ),
-        st.tuples(st.just("cancel"), st.integers(0, 3)),
-        st.tuples(st.just("close"), st.integers(0, 3)),
-        st.tuples(st.just("drain")),
-        *[st.tuples(st.just("step"))] * 4,
-    ),
-    min_size=4,
-    max_size=24,
-)
-
-
-def begin(
-    state: je.EngineState, tokens: Sequence[int], most: int = 6, sampling: je.SamplingParams = GREEDY
-) -> tuple[je.EngineState, int]:
-    """A new request with its first turn queued."""
-    state, request_id = je.create_request(state, je.RequestOptions(sampling=sampling))
-    state, _ = je.begin_turn(state, request_id, tokens, je.TurnOptions(max_generated_tokens=most))
-    return state, request_id
-
-
-def apply(state: je.EngineState, command: Command) -> je.EngineState:
-    """Any command but "step"; one that the state does not allow changes nothing."""
-    ids = state.control.requests.id.tolist()
-    match command:
-        case ("new", tokens, sampled):
-            return begin(state, tokens, sampling=SAMPLED if sampled else GREEDY)[0]
-        case ("continue", nth, tokens) if nth < len(ids):
-            try:
-                return je.begin_turn(state, ids[nth], tokens, je.TurnOptions(max_generated_tokens=5))[0]
-            except (je.RequestStateError, ValueError):
-                return state
-        case ("cancel", nth) if nth < len(ids) and state.control.requests.turn[nth]:
-            return je.cancel_turn(state, ids[nth], int(state.control.requests.turn[nth]))[0]
-        case ("close", nth) if nth < len(ids):
-            return je.close_request(state, ids[nth])
-        case ("drain",):
-            return je.drain(state, 100)[0]
-    return state
-
-
-def executable(state: je.EngineState) -> je.StepPlan | None:
-    """The state's plan if it can be executed."""
-    plan = je.plan_step(state)
-    return plan if plan.outcome in (je.StepOutcome.COMMITTED, je.StepOutcome.UNSERVICEABLE_REQUEST) else None
-
-
-def steps(script: list[Command]) -> Iterator[tuple[je.EngineState, je.StepPlan, list[je.EngineState]]]:
-    """Plays a script; at each step yields the state, its plan and a list that must receive the next state."""
-    state = je.init_state(MODEL, SMALL)
-    for command in [*script, *[("step",)] * 4]:
-        if command != ("step",):
-            state = apply(state, command)
-        elif (plan := executable(state)) is not None:
-            answer: list[je.EngineState] = []
-            yield state, plan, answer
-            (state,) = answer
-        je.check_invariants(state)
 
 
 def finish(model: je.Model, state: je.EngineState, request_id: int) -> list[int]:
@@ -121,23 +56,6 @@ def started(*prompts: Sequence[int], most: int = 6) -> tuple[je.EngineState, lis
     state, _ = je.step(MODEL, state)
     state, _ = je.drain(state, 100)
     return state, ids
-
-
-def readable(state: je.EngineState, rows: je.EngineState) -> list[np.ndarray]:
-    """Copies of every slot of `state`'s store that the requests of `rows` may read, and of their device table entries."""
-    size = rows.control.config.block_size
-    found = []
-    for row in range(len(rows.control.requests)):
-        processed = int(rows.control.requests.processed[row])
-        columns = -(-processed // size)
-        held = rows.control.blocks.read(row, 0, columns)
-        for pages in state.store.pages:
-            values = from_pages(np.array(pages, copy=True))[held]
-            found.append(values.reshape(-1, *values.shape[2:])[:processed])
-        place = int(rows.control.requests.place[row])
-        if place >= 0:
-            found.append(np.array(state.store.block_table, copy=True)[place, :columns])
-    return found
 
 
 # Dropping
@@ -203,7 +121,7 @@ class RaisingDecoder:
 
 def test_E3_an_error_in_the_forward_pass_leaves_the_state_usable():
     """Also case C7: a step that raises halfway costs nothing, and the retry gives what it would have given."""
-    state, (one, two) = started([3, 1], [4, 1, 5])
+    state, (_, two) = started([3, 1], [4, 1, 5])
     decoder = RaisingDecoder(MODEL.decoder)
     broken = dataclasses.replace(MODEL, decoder=decoder, programs=Programs(decoder))
     before, plan = leaves(state), je.plan_step(state)
@@ -391,14 +309,6 @@ def test_D4_unrelated_changes_do_not_invalidate_a_transaction():
     assert finish(MODEL, new, one) == [3, 1, *continuation([3, 1], 6)]
 
 
-def with_own_store(state: je.EngineState) -> je.EngineState:
-    """The same state over a store of its own."""
-    store = state.store
-    pages = tuple(jax.numpy.array(page, copy=True) for page in store.pages)
-    table = jax.numpy.array(store.block_table, copy=True)
-    return state.replace(store=type(store)(pages, table, type(store.lease)()))
-
-
 @pytest.mark.parametrize(
     ("options", "tokens"),
     [
@@ -425,7 +335,7 @@ def test_D4_branches_of_one_state_are_told_apart(options, tokens):
 
 
 def test_D4_without_donation_both_futures_are_independent():
-    state, (one, two) = started([3, 1], [4, 1, 5], most=20)
+    state, (one, _) = started([3, 1], [4, 1, 5], most=20)
     kept = leaves(state)
     future, _ = je.commit(state, je.execute(MODEL, state, je.plan_step(state)), donate=False)
     assert_same(kept, leaves(state))
@@ -483,7 +393,7 @@ def pointers(state: je.EngineState) -> list[int]:
 
 
 def four_layers() -> je.Model:
-    """The toy decoder with its cache in four layers, of which the last is used; enough to see buffers that are shared."""
+    """The toy decoder with its cache in four equal layers, so that buffers could be shared."""
 
     @dataclasses.dataclass(frozen=True, eq=False)
     class Layered(ToyDecoder):
@@ -578,7 +488,7 @@ def test_a_spent_state_refuses_every_call_and_names_the_remedy():
 
 def test_D3_a_plan_runs_only_on_the_state_that_it_was_made_from():
     """A foreign plan is refused before anything is reserved by it: its blocks may have other owners by now."""
-    state, (one, two) = started([3, 1], [4, 1, 5])
+    state, _ = started([3, 1], [4, 1, 5])
     old = je.plan_step(state)
     state, _ = je.step(MODEL, state)
     before = leaves(state)
@@ -603,7 +513,7 @@ def test_D3_a_plan_does_not_hand_out_blocks_that_found_an_owner():
     state, one = begin(je.init_state(MODEL, SMALL), [3, 1, 4, 1, 5])
     plan = je.plan_step(state)
     state, _ = je.drain(je.cancel_turn(state, one, 1)[0], 10)
-    state, two = begin(state, [2, 7, 1, 8, 2])
+    state, _ = begin(state, [2, 7, 1, 8, 2])
     state, _ = je.step(MODEL, state)
     with pytest.raises((ValueError, je.StaleTransactionError)):
         je.commit(state, je.execute(MODEL, state, plan))

@@ -1,4 +1,4 @@
-"""Ragged steps for attention tests: whole sequences on one side, the same laid out in pages and staged tokens on the other."""
+"""Ragged steps for attention tests: whole sequences, and the same laid out in pages and staged tokens."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def random_sequence(rng: np.random.Generator, geometry: Geometry, length: int) -
 
 
 def reference(sequence: Sequence, row: Row, scale: float, dead: frozenset[int] = frozenset()) -> np.ndarray:
-    """Plain causal attention of one row in float64: [count, num_heads, head_dim]; keys at `dead` positions don't exist."""
+    """Plain causal attention of one row in float64: [count, num_heads, head_dim]; none at `dead` positions."""
     group = sequence.query.shape[1] // sequence.key.shape[1]
     out = np.empty((row.count, *sequence.query.shape[1:]))
     for i in range(row.count):

@@ -43,13 +43,13 @@ def shape_for(geometry: Geometry, tokens: int, tile_size: int, rows: int = 4) ->
 
 
 def widest_tile(geometry: Geometry) -> int:
-    """The largest tile whose queries of one key head are at most 48, the number up to which products keep their bits."""
+    """The largest tile with at most 48 queries a key head: products of more rows have other bits."""
     return min(16, 1 << (48 // (geometry.num_heads // geometry.num_kv_heads)).bit_length() - 1)
 
 
 @st.composite
 def ragged_rows(draw, tokens: int, most: int = 4):
-    """One to `most` rows that hold at most `tokens` new tokens together; decodes only, if there are no more than rows."""
+    """One to `most` rows with at most `tokens` new tokens together; one each if the two numbers are equal."""
     past = st.one_of(
         st.integers(0, 8),
         st.integers(0, LONGEST - tokens),
@@ -140,7 +140,7 @@ def test_case_C1_a_hole_among_the_committed_slots_hides_their_keys(seed, past, h
 
 @each_geometry
 def test_E6_a_query_gives_the_same_bits_in_every_step(geometry):
-    """Any chunk cut, company, place, order of blocks, padding, tile and block size: bit for bit the one-chunk result."""
+    """Any chunk cut, company, place, order of blocks, padding, tile and block size: the one-chunk bits."""
     rng = np.random.default_rng(7)
     lengths = (LONGEST, 2 * KEY_TILE + 5, 41, 5)
     sequences = [random_sequence(rng, geometry, length) for length in lengths]
