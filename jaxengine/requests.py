@@ -71,6 +71,7 @@ def create_request(state: EngineState, options: RequestOptions | None = None) ->
     sampling = resolve_sampling(options.sampling, search)
     values = dict.fromkeys(COLUMN_DTYPES, 0) | {
         "id": request_id,
+        "stamp": _digest(np.uint64(0), b"create", (limit, sampling)),
         "place": -1,
         "order": -1,
         "max_session": limit,
@@ -338,7 +339,11 @@ def _require_tokens(tokens: Sequence[int] | np.ndarray | jax.Array, vocab_size: 
 
 
 def _next_stamp(control: Control, row: int, *parts: object) -> np.uint64:
-    digest = hashlib.blake2b(control.requests.stamp[row].tobytes(), digest_size=8)
+    return _digest(control.requests.stamp[row], *parts)
+
+
+def _digest(stamp: np.uint64, *parts: object) -> np.uint64:
+    digest = hashlib.blake2b(stamp.tobytes(), digest_size=8)
     for part in parts:
         digest.update(part if isinstance(part, bytes) else repr(part).encode())
     return np.uint64(int.from_bytes(digest.digest(), "little"))
