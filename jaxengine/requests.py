@@ -179,7 +179,6 @@ def cancel_turn(state: EngineState, request_id: int, turn_id: int) -> tuple[Engi
     live = status in (RequestStatus.QUEUED, RequestStatus.ACTIVE)
     if not live or int(control.requests.turn[row]) != turn_id:
         return state, False
-    control = replace_rows(control, row, stamp=_next_stamp(control, row, b"cancel"))
     return state.replace(control=finish_turn(control, row, FinishReason.CANCELLED)), True  # type: ignore[attr-defined]
 
 
@@ -234,7 +233,6 @@ def note_failures(state: EngineState, request_ids: Sequence[int], detail: str) -
         failures = int(control.requests.failures[row]) + 1
         control = replace_rows(control, row, failures=failures)
         if failures > control.config.max_row_retries:
-            control = replace_rows(control, row, stamp=_next_stamp(control, row, b"fail"))
             control = finish_turn(
                 control, row, FinishReason.FAILED, EngineErrorCode.RETRYABLE_EXECUTION, detail
             )
@@ -267,7 +265,8 @@ def finish_turn(
         detail=detail,
         usage=usage_of(control, row),
     )
-    control = replace_rows(control, row, status=RequestStatus.TURN_COMPLETE)
+    stamp = _next_stamp(control, row, b"finish", int(reason))
+    control = replace_rows(control, row, status=RequestStatus.TURN_COMPLETE, stamp=stamp)
     return control.replace(events=(*control.events, event))  # type: ignore[attr-defined]
 
 
