@@ -12,7 +12,7 @@ import enum
 import numpy as np
 
 from jaxengine.blocks import blocks_for
-from jaxengine.state import Control, EngineState, RequestStatus, require_unspent
+from jaxengine.state import Control, EngineState, Lease, RequestStatus, require_unspent
 
 
 class StepOutcome(enum.Enum):
@@ -70,6 +70,9 @@ class StepPlan:
         num_reserved: int64[rows], how many of them each row gets.
         unserviceable: uint64[n], requests that could not run in an empty pool.
         deferred: How many candidates were put off for lack of capacity.
+        lease: Of the store that the state held; another commit changes it.
+        stamps: uint64[rows + n], the stamps of the rows' and the unserviceable requests.
+        free_blocks: int32[free], the whole pool.
     """
 
     outcome: StepOutcome
@@ -86,6 +89,14 @@ class StepPlan:
     num_reserved: np.ndarray
     unserviceable: np.ndarray
     deferred: int
+    lease: Lease
+    stamps: np.ndarray
+    free_blocks: np.ndarray
+
+    @property
+    def involved(self) -> np.ndarray:
+        """uint64[rows + n], the requests that the plan runs or ends."""
+        return np.concatenate([self.request_ids, self.unserviceable])
 
     @property
     def total_tokens(self) -> int:
@@ -128,7 +139,7 @@ def plan_step(state: EngineState) -> StepPlan:
     requests, config = control.requests, control.config
     candidates = _candidates(control)
     if len(candidates) == 0:
-        return _plan(control, StepOutcome.NO_WORK, candidates, candidates, candidates, candidates, 0)
+        return _plan(state, StepOutcome.NO_WORK, candidates, candidates, candidates, candidates, 0)
 
     # A decode needs its next slot; a prefill is admitted with the blocks of its whole input.
     held = control.blocks_held[candidates]
@@ -138,10 +149,10 @@ def plan_step(state: EngineState) -> StepPlan:
     unserviceable = candidates[hopeless]
     if len(selected) == 0:
         outcome = StepOutcome.UNSERVICEABLE_REQUEST if len(unserviceable) else StepOutcome.CAPACITY_DEFERRED
-        return _plan(control, outcome, selected, selected, selected, unserviceable, deferred)
+        return _plan(state, outcome, selected, selected, selected, unserviceable, deferred)
     grown = _grow(control, selected)
     wanted = blocks_for(requests.length[selected], config.block_size) - control.blocks_held[selected]
-    return _plan(control, StepOutcome.COMMITTED, selected, grown, wanted, unserviceable, deferred)
+    return _plan(state, StepOutcome.COMMITTED, selected, grown, wanted, unserviceable, deferred)
 
 
 def _candidates(control: Control) -> np.ndarray:
@@ -193,7 +204,7 @@ def _grow(control: Control, selected: np.ndarray) -> np.ndarray:
 
 
 def _plan(
-    control: Control,
+    state: EngineState,
     outcome: StepOutcome,
     selected: np.ndarray,
     counts: np.ndarray,
@@ -201,6 +212,7 @@ def _plan(
     unserviceable: np.ndarray,
     deferred: int,
 ) -> StepPlan:
+    control = state.control
     requests = control.requests
     past = requests.processed[selected]
     is_new = requests.place[selected] < 0
@@ -225,4 +237,7 @@ def _plan(
         num_reserved=wanted,
         unserviceable=requests.id[unserviceable],
         deferred=deferred,
+        lease=state.store.lease,
+        stamps=requests.stamp[np.concatenate([selected, unserviceable])],
+        free_blocks=control.free_blocks,
     )

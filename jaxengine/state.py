@@ -252,6 +252,15 @@ def row_of(control: Control, request_id: int) -> int:
     return row if row < len(ids) and ids[row] == request_id else -1
 
 
+def rows_of(control: Control, request_ids: np.ndarray) -> np.ndarray:
+    """Returns int64[n], the row of each request in the columns, or -1."""
+    ids = control.requests.id
+    rows = np.searchsorted(ids, request_ids)
+    found = rows < len(ids)
+    found[found] = ids[rows[found]] == request_ids[found]
+    return np.where(found, rows, -1)
+
+
 def replace_rows(control: Control, rows: int | np.ndarray, **values: object) -> Control:
     """Returns `control` with the named request columns changed in `rows`."""
     changed = {}

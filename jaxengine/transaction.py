@@ -30,6 +30,7 @@ from jaxengine.state import (
     replace_rows,
     require_unspent,
     row_of,
+    rows_of,
 )
 
 if TYPE_CHECKING:
@@ -66,17 +67,11 @@ class Transaction:
 
     Attributes:
         plan: What was run.
-        lease: Of the store that it was run against.
-        stamps: uint64[rows + unserviceable], the stamps of the plan's requests at that time.
-        free_blocks: int32[free], the pool at that time.
         staged: What the device made; None if the plan had no rows.
         fate: Whether it was committed.
     """
 
     plan: StepPlan
-    lease: Lease
-    stamps: np.ndarray
-    free_blocks: np.ndarray
     staged: StagedStep | None
     fate: Fate = dataclasses.field(default_factory=Fate)
 
@@ -114,9 +109,14 @@ def execute(model: Model, state: EngineState, plan: StepPlan) -> Transaction:
         raise ValueError(
             f"a plan of outcome {plan.outcome.name} has nothing to execute; plan again after a change"
         )
-    _require_rows_match(control, plan)
+    if reason := _stale(state, plan):
+        raise ValueError(f"the plan does not fit this state: {reason}; plan and execute from the same state")
+    # Unrelated requests may have come or gone, which moves the others' rows.
+    plan = dataclasses.replace(plan, index=rows_of(control, plan.request_ids))
+    if not _counts_fit(control, plan):
+        raise ValueError("the plan does not fit this state: a row has too many tokens or none; plan again")
     if len(plan.index) == 0:
-        return Transaction(plan, state.store.lease, _stamps(control, plan), control.free_blocks, None)
+        return Transaction(plan, None)
     bucket = bucket_for(plan, control.config)
     batch = pack(control, plan, bucket)
     result = model.programs.forward(
@@ -124,9 +124,9 @@ def execute(model: Model, state: EngineState, plan: StepPlan) -> Transaction:
     )
     # The device is at work: whatever needs no result of it comes first.
     to = destinations(control, plan, bucket)
-    stamps = _stamps(control, plan)
     rows = len(plan.index)
-    usable = np.asarray(result.usable)[:rows]
+    # Logits that no token is chosen from may be anything: where a prompt is cut must not matter.
+    usable = np.asarray(result.usable)[:rows] | ~plan.samples
     if not usable.all():
         culprits = tuple(int(i) for i in plan.request_ids[~usable])
         names = ", ".join(map(str, culprits))
@@ -134,7 +134,7 @@ def execute(model: Model, state: EngineState, plan: StepPlan) -> Transaction:
             f"the logits of request {names} are not finite; the step was dropped", culprits
         )
     staged = StagedStep(result, to, np.array(result.chosen)[:rows], model.programs)
-    return Transaction(plan, state.store.lease, stamps, control.free_blocks, staged)
+    return Transaction(plan, staged)
 
 
 def commit(
@@ -156,7 +156,10 @@ def commit(
             since; the state stays usable.
     """
     require_unspent(state)
-    _require_fresh(state, transaction)
+    if transaction.fate.committed:
+        raise StaleTransactionError("this transaction was committed already; execute the next plan instead")
+    if reason := _stale(state, transaction.plan):
+        raise StaleTransactionError(f"the transaction is stale: {reason}; plan and execute again")
     control = _next_control(state.control, transaction)
     transaction.fate.committed = True
     store = state.store
@@ -178,51 +181,28 @@ def step(model: Model, state: EngineState) -> tuple[EngineState, tuple[EventReco
     return commit(state, execute(model, state, plan))
 
 
-def _ids(plan: StepPlan) -> np.ndarray:
-    return np.concatenate([plan.request_ids, plan.unserviceable])
+def _stale(state: EngineState, plan: StepPlan) -> str | None:
+    """Says what has changed since the plan was made and that it rests on; the cost does not grow with context."""
+    if state.store.lease is not plan.lease:
+        return "another step was committed since"
+    rows = rows_of(state.control, plan.involved)
+    changed = (rows < 0) | (state.control.requests.stamp[rows] != plan.stamps) if len(rows) else rows
+    if changed.any():
+        return f"request {plan.involved[changed][0]} changed since"
+    if not np.array_equal(state.control.free_blocks, plan.free_blocks):
+        return "the block pool changed since"
+    return None
 
 
-def _stamps(control: Control, plan: StepPlan) -> np.ndarray:
-    return np.array([control.requests.stamp[row_of(control, int(i))] for i in _ids(plan)], np.uint64)
-
-
-def _require_rows_match(control: Control, plan: StepPlan) -> None:
-    requests = control.requests
-    known = plan.index < len(requests)
-    if (
-        not known.all()
-        or not np.array_equal(requests.id[plan.index], plan.request_ids)
-        or not np.array_equal(requests.processed[plan.index], plan.past)
-        or (plan.past + plan.num_tokens > requests.length[plan.index]).any()
-        or (plan.num_tokens < 1).any()
-    ):
-        raise ValueError("the plan does not fit this state; plan and execute from the same state")
-
-
-def _require_fresh(state: EngineState, transaction: Transaction) -> None:
-    if transaction.fate.committed:
-        raise StaleTransactionError("this transaction was committed already; execute the next plan instead")
-    control, plan = state.control, transaction.plan
-    if state.store.lease is not transaction.lease:
-        raise StaleTransactionError(
-            "another step was committed since this transaction ran; plan and execute again"
-        )
-    for request_id, stamp in zip(_ids(plan), transaction.stamps, strict=True):
-        row = row_of(control, int(request_id))
-        if row < 0 or control.requests.stamp[row] != stamp:
-            raise StaleTransactionError(
-                f"request {request_id} changed since its step ran; plan and execute again"
-            )
-    if not np.array_equal(control.free_blocks, transaction.free_blocks):
-        raise StaleTransactionError(
-            "the block pool changed since this transaction ran; plan and execute again"
-        )
+def _counts_fit(control: Control, plan: StepPlan) -> bool:
+    ends = plan.past + plan.num_tokens
+    return bool(((plan.num_tokens >= 1) & (ends <= control.requests.length[plan.index])).all())
 
 
 def _next_control(control: Control, transaction: Transaction) -> Control:
     """The control value after the step; pure, and complete before the device write begins."""
     plan = transaction.plan
-    index = np.array([row_of(control, int(request_id)) for request_id in plan.request_ids], np.int64)
+    index = rows_of(control, plan.request_ids)
     counters = control.counters.copy()
     counters[DEFERRALS] += plan.deferred
     first_order = counters[ADMISSIONS] + 1

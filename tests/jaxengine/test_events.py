@@ -309,3 +309,13 @@ def test_E2_F1_F6_F7_failures_that_pass_leave_no_trace(failures):
         collected += engine.run()
     assert seen(collected) == expected(PROMPTS, 4)
     assert engine.metrics.rolled_back_steps == 4 * failures
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+def test_E6_F7_logits_that_nothing_is_sampled_from_may_be_anything(chunk_size):
+    """Where a prompt is cut must not decide whether it fails."""
+    prompt = [1, NAN, 2, ALL_MASKED, 3]
+    engine, (request,) = engine_with(prompt, config=dataclasses.replace(SMALL, chunk_size=chunk_size))
+    while engine.has_pending_requests():
+        assert not any(event.flags & je.EngineEventFlags.RETRYABLE for event in engine.run())
+    assert request.tokens.tolist() == prompt + continuation(prompt, 2)
