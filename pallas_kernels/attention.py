@@ -18,6 +18,9 @@ from pallas_kernels.tiles import QueryTiles
 KEY_TILE = 128
 """Positions of one key tile, whatever the block size, so that the block size does not change the arithmetic."""
 
+_MAX_PRODUCT_ROWS = 48
+"""XLA on CPU takes another kernel, with other bits, for products over KEY_TILE of more than 50 rows."""
+
 
 def paged_attention(
     query: jax.Array,
@@ -76,7 +79,7 @@ def paged_attention(
         best_now = jnp.maximum(best, scores.max(axis=-1, keepdims=True))
         finite = jnp.where(jnp.isneginf(best_now), 0.0, best_now)
         weights = jnp.exp(scores - finite)
-        product = jnp.einsum("tkqs,tksd->tkqd", weights, summed, preferred_element_type=jnp.float32)
+        product = _sum_values(weights, summed)
         return best_now, output * jnp.exp(best - finite) + product
 
     shape = (num_tiles, num_kv_heads, queries)
@@ -86,6 +89,16 @@ def paged_attention(
     output = (output[..., :-1] / jnp.where(total == 0.0, 1.0, total))[:, :, : group * tile_size]
     output = output.reshape(num_tiles, num_kv_heads, group, tile_size, head_dim).transpose(0, 3, 1, 2, 4)
     return output.reshape(num_tiles * tile_size, num_heads, head_dim)[tiles.lane].astype(query.dtype)
+
+
+def _sum_values(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """float32[tiles, kv_heads, queries, n]: weights[..., queries, KEY_TILE] times values[..., KEY_TILE, n]."""
+    pieces = -(-weights.shape[2] // _MAX_PRODUCT_ROWS)
+    products = [
+        jnp.einsum("tkqs,tksd->tkqd", part, values, preferred_element_type=jnp.float32)
+        for part in jnp.array_split(weights, pieces, axis=2)
+    ]
+    return jnp.concatenate(products, axis=2)
 
 
 def _read_tile(
