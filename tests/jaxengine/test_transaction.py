@@ -237,11 +237,23 @@ def test_D4_of_several_transactions_from_one_state_exactly_one_commits(script, c
         new, _ = je.commit(state, transactions[first], donate=donate)
         before = leaves(new)
         for transaction in transactions:
-            if transaction.staged is not None or transaction is transactions[first]:
-                with pytest.raises(je.StaleTransactionError):
-                    je.commit(new, transaction)
+            with pytest.raises(je.StaleTransactionError):
+                je.commit(new, transaction)
         assert_same(before, leaves(new))
         answer.append(new)
+
+
+def test_D4_a_transaction_without_rows_commits_once_too():
+    """Its only work is to end a turn that no pool can serve; a second one from the same state would end it twice."""
+    state, request_id = begin(je.init_state(MODEL, dataclasses.replace(SMALL, num_blocks=2)), [1] * 12)
+    plan = je.plan_step(state)
+    assert plan.outcome is je.StepOutcome.UNSERVICEABLE_REQUEST
+    first, second = je.execute(MODEL, state, plan), je.execute(MODEL, state, plan)
+    state, events = je.commit(state, first)
+    assert [event.request_id for event in events] == [request_id]
+    with pytest.raises(je.StaleTransactionError):
+        je.commit(state, second)
+    assert len(state.control.events) == 1
 
 
 def test_D4_a_transaction_is_committed_once_on_any_state():
