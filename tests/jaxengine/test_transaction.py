@@ -303,6 +303,18 @@ def test_D4_a_transaction_is_refused_before_donation_when_what_it_read_has_chang
     assert finish(MODEL, state, three) == [6, *continuation([6], 6)]
 
 
+def test_D4_a_transaction_is_refused_when_its_only_request_is_gone():
+    state, (one,) = started([3, 1])
+    plan = je.plan_step(state)
+    transaction = je.execute(MODEL, state, plan)
+    state = je.close_request(state, one)
+    with pytest.raises(je.StaleTransactionError):
+        je.commit(state, transaction)
+    with pytest.raises(ValueError, match="plan"):
+        je.execute(MODEL, state, plan)
+    je.check_invariants(state)
+
+
 def test_D4_unrelated_changes_do_not_invalidate_a_transaction():
     """New requests, turns of others, drained events and the closing of one that holds nothing; each change survives."""
     state, (one,) = started([3, 1])
