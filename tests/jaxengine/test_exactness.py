@@ -89,9 +89,16 @@ requests = st.lists(
 drops = st.frozensets(st.integers(0, 20), max_size=4)
 
 
-@pytest.mark.parametrize("config", [CROWDED, CHUNKED, WHOLE], ids=["crowded", "chunked", "whole"])
 @pytest.mark.parametrize(
-    ("folder", "weights"), [("cpu-fp32/llama", "exact"), ("cpu-int4/llama", "fast")], ids=["fp32", "int8"]
+    ("folder", "weights", "config"),
+    [
+        pytest.param("cpu-fp32/llama", "exact", CROWDED, id="fp32-crowded"),
+        pytest.param("cpu-fp32/llama", "exact", CHUNKED, id="fp32-chunked"),
+        pytest.param("cpu-fp32/llama", "exact", WHOLE, id="fp32-whole", marks=pytest.mark.slow),
+        pytest.param("cpu-int4/llama", "fast", CROWDED, id="int8-crowded"),
+        pytest.param("cpu-int4/llama", "fast", CHUNKED, id="int8-chunked", marks=pytest.mark.slow),
+        pytest.param("cpu-int4/llama", "fast", WHOLE, id="int8-whole", marks=pytest.mark.slow),
+    ],
 )
 @settings(max_examples=20)
 @given(chosen=requests, dropped=drops)
@@ -100,6 +107,7 @@ def test_E5_E6_logits_are_those_of_the_request_alone(folder, weights, config, ch
     compare(folder, weights, config, chosen, dropped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "weights"),
     [
