@@ -186,7 +186,9 @@ def _stale(state: EngineState, plan: StepPlan) -> str | None:
     if state.store.lease is not plan.lease:
         return "another step was committed since"
     rows = rows_of(state.control, plan.involved)
-    changed = (rows < 0) | (state.control.requests.stamp[rows] != plan.stamps) if len(rows) else rows
+    changed = rows < 0
+    if not changed.any():
+        changed = state.control.requests.stamp[rows] != plan.stamps
     if changed.any():
         return f"request {plan.involved[changed][0]} changed since"
     if not np.array_equal(state.control.free_blocks, plan.free_blocks):
