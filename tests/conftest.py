@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("repeat")
 
 @pytest.fixture(scope="session")
 def demo_folder() -> Path:
-    """The demo model's folder in the user's cache; the first test that asks makes it, for marked tests only."""
+    """The demo model in the user's cache, made by the first test that asks; for tests marked `demo`."""
     from jaxengine.demo import demo_model_folder
 
     return demo_model_folder(progress=False)
