@@ -32,11 +32,3 @@ def start():
     for process in started:
         process.kill()
         process.communicate()
-
-
-@pytest.fixture(scope="session")
-def demo() -> Path:
-    """The demo model, made before the command is timed or its standard error looked at."""
-    from jaxengine.demo import demo_model_folder
-
-    return demo_model_folder(progress=False)

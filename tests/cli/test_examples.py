@@ -47,7 +47,7 @@ def test_an_example_runs_on_a_small_folder(example, check):
 @pytest.mark.parametrize(
     ("example", "check"), [("engine.py", check_engine), ("functional_core.py", check_core)]
 )
-def test_an_example_runs_on_the_demo_model(example, check, demo):
+def test_an_example_runs_on_the_demo_model(example, check, demo_folder):
     out = run(example)
     check(out)
     assert "Paris" in out

@@ -145,7 +145,7 @@ def test_without_a_model_the_demo_model_answers(tiny, llm, monkeypatch, capsys):
 
 @pytest.mark.demo
 @pytest.mark.slow
-def test_T1_the_demo_model_knows_the_capital_of_france(demo, start):
+def test_T1_the_demo_model_knows_the_capital_of_france(demo_folder, start):
     process = start("generate", "What is the capital of France?")
     out, err = process.communicate()
     assert process.returncode == 0

@@ -1,14 +1,12 @@
-"""The real demo model, where it is in the cache already: ONNX Runtime GenAI answers with it as expected."""
+"""The real demo model: ONNX Runtime GenAI answers with it as expected."""
 
 import json
+from pathlib import Path
 
 import jinja2
 import onnxruntime_genai
 import pytest
 from tokenizers import Tokenizer
-
-from jaxengine.demo import demo_model_path
-from jaxengine.demo.cache import is_complete
 
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
@@ -16,18 +14,15 @@ SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 
 @pytest.mark.demo
-def test_onnx_runtime_genai_names_paris():
-    folder = demo_model_path()
-    if not is_complete(folder):
-        pytest.skip(f"the demo model isn't in {folder}")
-    config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+def test_onnx_runtime_genai_names_paris(demo_folder: Path):
+    config = json.loads((demo_folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     template = jinja2.Template(config["chat_template"], keep_trailing_newline=True)
     prompt = template.render(messages=[{"role": "user", "content": QUESTION}], add_generation_prompt=True)
     assert SYSTEM in prompt
 
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(demo_folder / "tokenizer.json"))
     ids = tokenizer.encode(prompt).ids
-    model = onnxruntime_genai.Model(str(folder))
+    model = onnxruntime_genai.Model(str(demo_folder))
     assert [int(i) for i in onnxruntime_genai.Tokenizer(model).encode(prompt)] == ids
 
     parameters = onnxruntime_genai.GeneratorParams(model)

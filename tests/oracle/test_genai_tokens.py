@@ -17,7 +17,6 @@ import onnxruntime_genai as og
 import pytest
 
 import jaxengine as je
-from jaxengine.demo import demo_model_path
 from jaxengine.text import Tokenizer
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "models"
@@ -136,13 +135,9 @@ def test_S1_packed_half_precision_tokens_follow_the_float_export(family: str, tm
 
 
 @pytest.mark.demo
-@pytest.mark.skipif(
-    not demo_model_path().exists(), reason="no demo model in the cache; run `jaxengine chat` once"
-)
-def test_the_demo_models_answers_equal_the_oracles() -> None:
-    folder = demo_model_path()
-    tokenizer = Tokenizer.from_folder(folder)
+def test_the_demo_models_answers_equal_the_oracles(demo_folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(demo_folder)
     prompts = [list(tokenizer.chat_ids([{"role": "user", "content": text}])) for text in QUESTIONS]
-    ours, oracle = _ours(je.load_model(folder), prompts, 40), _oracle(folder, prompts, 40)
+    ours, oracle = _ours(je.load_model(demo_folder), prompts, 40), _oracle(demo_folder, prompts, 40)
     for mine, theirs in zip(ours, oracle, strict=True):
         assert _require_equal(mine, theirs) == len(theirs)
