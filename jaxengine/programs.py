@@ -97,7 +97,8 @@ def bucket_for(plan: StepPlan, config: EngineConfig) -> Bucket:
     rows = _power_of_two(max(config.max_batch_size, 2))
     if not plan.is_prefill.any():
         size = _power_of_two(max(len(plan.request_ids), 2))
-        return Bucket(size, size, DECODE_TILE, max_query_tiles(size, size, DECODE_TILE))
+        # Products need two rows to keep their bits; attention does not, and one request alone needs one tile.
+        return Bucket(size, size, DECODE_TILE, size if len(plan.index) > 1 else 1)
     total = plan.total_tokens
     size = max(_power_of_two(total), SMALLEST_MIXED_BUCKET)
     return Bucket(size, rows, PREFILL_TILE, max_query_tiles(size, config.max_batch_size, PREFILL_TILE))

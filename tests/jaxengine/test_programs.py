@@ -173,7 +173,7 @@ def test_few_programs_one_trace_a_bucket_and_none_for_a_change_of_members(counte
 
     state, buckets = serve_some(state, 0)
     assert sorted(traced) == sorted((bucket.tokens, bucket.rows) for bucket in buckets)
-    assert len(buckets) == 3
+    assert len(buckets) == 4
     compilations.clear()
     state, again = serve_some(state, 1)
     assert len(again) > 1
