@@ -5,6 +5,8 @@ import pytest
 
 from jaxengine.cli.session import USUAL_TOKENS, keep_programs, pool_tokens
 from jaxengine.model import load_model
+from jaxengine.text import Tokenizer
+from tests.cli.conftest import ROOT
 
 
 @pytest.fixture
@@ -42,3 +44,9 @@ def test_a_long_session_gets_a_larger_pool(wanted, tokens):
         config = Config
 
     assert pool_tokens(Model, wanted) == tokens
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+def test_S1_every_fixture_folder_has_a_tokenizer_that_fits_its_logits(family):
+    model = load_model(ROOT / "tests" / "fixtures" / "models" / "cpu-int4" / family)
+    Tokenizer.from_folder(model.path).require_fits(model.decoder.vocab_size)
