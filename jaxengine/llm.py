@@ -90,7 +90,8 @@ class LLM:
 
         Args:
             prompts: Texts, or lists of token ids; a single text counts as a list of one.
-            sampling: How tokens are chosen, for every prompt alike; what is unset takes the folder's `search` value.
+            sampling: How tokens are chosen, for every prompt alike; what is unset takes the folder's `search` value,
+                and without a seed each prompt takes its place in the list as one.
             max_tokens: Most *new* tokens a prompt. None sets no limit but the one on prompt and completion together;
                 0 generates nothing: each completion is empty and tells how many tokens the prompt has.
 
@@ -203,6 +204,7 @@ class _Work:
     """A prompt on its way, and what was generated so far."""
 
     prompt: list[int]
+    options: RequestOptions
     tokens: list[int] = dataclasses.field(default_factory=list)
     end: Event | None = None
 
@@ -213,9 +215,8 @@ class _Batch:
     def __init__(
         self, engine: Engine, options: RequestOptions, max_tokens: int | None, prompts: list[list[int]]
     ) -> None:
-        self.works = [_Work(prompt) for prompt in prompts]
+        self.works = [_Work(prompt, _seeded(options, place)) for place, prompt in enumerate(prompts)]
         self._engine = engine
-        self._options = options
         self._max_tokens = max_tokens or 0
         self._waiting = collections.deque(self.works)
         self._running: dict[Request, _Work] = {}  # in order of submission
@@ -241,7 +242,7 @@ class _Batch:
             request.close()
 
     def _submit(self, work: _Work) -> None:
-        request = self._engine.create_request(self._options)
+        request = self._engine.create_request(work.options)
         self._running[request] = work
         limit = self._max_tokens - len(work.tokens) if self._max_tokens else 0
         request.begin_turn([*work.prompt, *work.tokens], TurnOptions(limit))
@@ -265,6 +266,13 @@ class _Batch:
         request, work = self._running.popitem()
         request.close()
         self._waiting.appendleft(work)
+
+
+def _seeded(options: RequestOptions, place: int) -> RequestOptions:
+    """Gives an unseeded prompt a stream of its own that it keeps when it comes in a second time."""
+    if options.sampling.seed is not None:
+        return options
+    return dataclasses.replace(options, sampling=dataclasses.replace(options.sampling, seed=place))
 
 
 def _scored(prompt: list[int]) -> Completion:

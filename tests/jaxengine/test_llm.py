@@ -53,6 +53,19 @@ def test_E6_more_prompts_than_rows_come_out_in_order_and_as_if_alone(llm):
     assert is_idle(llm)
 
 
+def test_K3_unseeded_sampling_is_the_same_in_a_pool_that_runs_short(folder):
+    """A prompt that makes room comes back as another request; its random stream must not change with that."""
+    sampling = je.SamplingParams(temperature=1.0)
+    found = []
+    for num_blocks in (64, 8):
+        with LLM(folder, je.EngineConfig(num_blocks=num_blocks, max_batch_size=4)) as llm:
+            runs = [llm.generate(["a" * 20] * 6, sampling, max_tokens=60) for _ in range(2)]
+        assert runs[0] == runs[1]
+        found.append([completion.token_ids for completion in runs[0]])
+    assert found[0] == found[1]
+    assert len(set(found[0])) > 1
+
+
 def test_prompts_share_steps(llm):
     before = llm._engine.metrics.steps
     completions = llm.generate(PROMPTS[1:3], max_tokens=6)
