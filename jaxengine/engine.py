@@ -211,7 +211,8 @@ class Engine:
             self._publish(
                 EngineEventFlags.CAPACITY_BLOCKED,
                 EngineErrorCode.CAPACITY_DEFERRED,
-                f"{plan.deferred} requests wait for blocks or places; close a finished request to free some",
+                f"{plan.deferred} requests wait for blocks or places; "
+                "close a finished request to free some, or a live one if none is finished",
             )
             return
         try:
