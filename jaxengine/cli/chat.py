@@ -37,6 +37,8 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command and returns its exit status."""
+    if sys.stdin is None:
+        raise CommandError("standard input is closed; give the chat something to read")
     sampling = sampling_of(arguments)
     model, tokenizer = load(arguments.model, arguments.weights)
     if tokenizer.chat_template is None:

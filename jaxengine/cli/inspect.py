@@ -12,6 +12,13 @@ from rich.table import Table
 from onnx_import import FolderReport, ModelFolder, inspect_folder, read_folder
 
 
+class _Console(Console):
+    """A console that leaves a closed pipe to the command's frame, where rich would end the process itself."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the command to the parser."""
     parser = commands.add_parser(
@@ -30,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     folder = read_folder(arguments.folder)
     described = _described(folder, inspect_folder(folder))
     if arguments.json:
-        Console(soft_wrap=True).out(json.dumps(described, indent=2), highlight=False)
+        _Console(soft_wrap=True).out(json.dumps(described, indent=2), highlight=False)
     else:
         _print(described)
     return 0
@@ -62,7 +69,7 @@ def _described(folder: ModelFolder, report: FolderReport) -> dict[str, Any]:
 
 
 def _print(described: dict[str, Any]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
+    console = _Console(highlight=False, soft_wrap=True)
     eos = ", ".join(map(str, described["eos_token_ids"])) or "none"
     _table(
         console,

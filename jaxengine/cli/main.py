@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import NoReturn
 
 from jaxengine.cli import chat, generate, inspect
@@ -48,11 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0; 2 for wrong options; 130 where Ctrl-C ended it; 141 where nobody reads the output; else 1.
     """
+    if sys.stderr is None:  # closed by the caller, who then hears of an error by the status only
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 (it stays open as long as the process)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows ? and the command goes on
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_: say(f"jaxengine: warning: {in_words_of_options(message)}")
         try:
+            if sys.stdout is None:
+                raise CommandError("standard output is closed; give the text somewhere to go")
             arguments = _parser().parse_args(argv)
             status: int = arguments.run(arguments)
             sys.stdout.flush()
@@ -60,9 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit as stop:  # argparse, after --help and --version
             return stop.code if isinstance(stop.code, int) else 0
         except BrokenPipeError:
-            # The interpreter flushes standard output once more at its end, which must not fail again.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _give_up_output()
             return BROKEN_PIPE
+        except OSError as error:  # a full disk behind standard output, for one
+            _give_up_output()
+            say(f"jaxengine: error: {error}")
+            return FAILURE
         except KeyboardInterrupt:
             say("\njaxengine: interrupted")
             return INTERRUPTED
@@ -72,3 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (ImportFailure, TextError, DemoModelError, EngineError) as error:
             say(f"jaxengine: error: {error}")
             return FAILURE
+
+
+def _give_up_output() -> None:
+    """Sends standard output nowhere: the interpreter flushes it once more at its end, which must not fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,6 +7,9 @@ from pathlib import Path
 from jaxengine.cli.errors import USAGE, CommandError
 from jaxengine.config import SamplingParams
 
+MOST_TOKENS = 2**31 - 1
+"""What the engine's own limits go up to."""
+
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """`--model` and `--weights`."""
@@ -77,7 +80,8 @@ def in_words_of_options(sentence: object) -> str:
 
 
 def positive(text: str) -> int:
-    """An option's value as a whole number above 0."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    """An option's value as a whole number above 0 that the engine can count to."""
+    if not text.isdecimal() or len(text) > len(str(MOST_TOKENS)) or not 1 <= int(text) <= MOST_TOKENS:
+        shown = text if len(text) <= 20 else f"{text[:20]}..."
+        raise argparse.ArgumentTypeError(f"{shown!r} is no whole number from 1 to {MOST_TOKENS}")
     return int(text)

@@ -29,6 +29,11 @@ def keep_programs() -> None:
 def load(folder: Path | None, weights: Literal["exact", "fast"]) -> tuple[Model, Tokenizer]:
     """The model and the tokenizer of a folder, or of the demo model, with a sign of life on a terminal meanwhile."""
     keep_programs()
+    try:
+        jax.devices()
+    except (AssertionError, RuntimeError) as error:
+        reason = (str(error).splitlines() or ["its platform is not there"])[0]
+        raise CommandError(f"JAX can't start: {reason}; check JAX_PLATFORMS and the installed JAX") from error
     folder = demo_model_folder(progress=True) if folder is None else folder
     with Console(stderr=True).status(f"Loading {folder.name}"):
         model = load_model(folder, weights=weights)

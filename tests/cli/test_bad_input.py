@@ -2,11 +2,14 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
 from jaxengine.cli import main
 from jaxengine.demo import DemoModelError
+from tests.cli.conftest import ROOT
 from tests.cli.tiny_model import variant
 
 
@@ -17,9 +20,11 @@ from tests.cli.tiny_model import variant
         ("dance", "invalid choice: 'dance'"),
         ("generate", "the following arguments are required: prompt"),
         ("generate a --wat", "unrecognized arguments: --wat"),
-        ("generate a --max-tokens 0", "'0' is no whole number above 0"),
-        ("generate a --max-tokens -1", "'-1' is no whole number above 0"),
-        ("generate a --max-tokens many", "'many' is no whole number above 0"),
+        ("generate a --max-tokens 0", "'0' is no whole number from 1"),
+        ("generate a --max-tokens -1", "'-1' is no whole number from 1"),
+        ("generate a --max-tokens many", "'many' is no whole number from 1"),
+        ("generate a --max-tokens 2147483648", "'2147483648' is no whole number from 1 to 2147483647"),
+        (f"generate a --max-tokens {'9' * 5000}", "99999...' is no whole number from 1"),
         ("generate a --temperature -1", "--temperature is -1.0; give a "),
         ("generate a --temperature nan", "--temperature is nan; give a "),
         ("generate a --temperature inf", "--temperature is inf; give a "),
@@ -29,7 +34,8 @@ from tests.cli.tiny_model import variant
         ("generate a --seed -1", "--seed is -1; give a "),
         ("generate a --weights heavy", "argument --weights: invalid choice: 'heavy'"),
         ("generate a --raw --system x", "--system needs the chat template that --raw switches off"),
-        ("chat --max-session-tokens 0", "'0' is no whole number above 0"),
+        ("chat --max-session-tokens 99999999999999", "'99999999999999' is no whole number from 1"),
+        ("chat --max-session-tokens 0", "'0' is no whole number from 1"),
         ("inspect", "the following arguments are required: FOLDER"),
     ],
 )
@@ -159,6 +165,44 @@ def test_T2_the_command_itself_leaves_no_traceback(start):
     out, err = process.communicate()
     assert (process.returncode, out) == (1, b"")
     assert err == b"jaxengine: error: The model folder /nowhere doesn't exist.\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "redirected", "problem"),
+    [
+        ("generate hi", ">&-", "standard output is closed"),
+        ("chat", "<&-", "standard input is closed"),
+        ("generate hi --max-tokens 2", ">/dev/full", "No space left on device"),
+        ("inspect", ">/dev/full", "No space left on device"),
+    ],
+)
+def test_T2_streams_that_take_nothing_are_told_in_one_sentence(tiny, words, redirected, problem):
+    """Closed by the caller, or with a full disk behind them."""
+    model = tiny if words == "inspect" else f"--model {tiny}"
+    command = f"exec {sys.executable} -m jaxengine.cli {words} {model} {redirected}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("jaxengine: error: ")
+    assert problem in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_T2_an_inspection_that_nobody_reads_ends_as_by_a_broken_pipe(tiny, start, form):
+    process = start("inspect", tiny, *form)
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate()
+    assert (process.returncode, err) == (141, b"")
+
+
+def test_T2_a_platform_that_jax_does_not_have_is_one_sentence(tiny):
+    environment = {**os.environ, "JAX_PLATFORMS": "nonsense"}
+    command = [sys.executable, "-m", "jaxengine.cli", "generate", "a", "--model", str(tiny)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("jaxengine: error: JAX can't start: ")
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("words", ["--help", "generate --help", "chat --help", "inspect --help", "--version"])
