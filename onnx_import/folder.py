@@ -24,6 +24,8 @@ _DECODER_KEYS = frozenset(
     "session_options filename head_size hidden_size inputs outputs num_attention_heads num_hidden_layers "
     "num_key_value_heads state_groups sliding_window run_options pipeline".split()
 )
+_MOST_LAYERS = 10_000
+"""No decoder has as many; a larger number is a mistake that would only cost memory."""
 _TOP_KEYS = frozenset(("model", "search", "engine"))
 _STATE_KINDS = frozenset(("paged_kv", "fixed_conv", "fixed_recurrent"))
 
@@ -99,12 +101,14 @@ class _Section:
             raise self.fail(name, "is missing" if value is None else f"should be a text, not {value!r}")
         return value
 
-    def integer(self, name: str, *, at_least: int = 1) -> int:
+    def integer(self, name: str, *, at_least: int = 1, at_most: int = 2**31 - 1) -> int:
         value = self.values.get(name)
         if not isinstance(value, int) or isinstance(value, bool):
             raise self.fail(name, "is missing" if value is None else f"should be an integer, not {value!r}")
         if value < at_least:
             raise self.fail(name, f"is {value}, below {at_least}")
+        if value > at_most:
+            raise self.fail(name, f"is {value}, above {at_most}")
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
@@ -127,7 +131,7 @@ def read_config(folder: Path) -> tuple[FolderConfig, DecoderManifest]:
     Raises FolderError, naming file and key, for a missing folder or file, broken JSON, a missing key, a
     wrong type, or a token id outside the vocabulary.
     """
-    if not folder.exists():
+    if not _exists(folder):
         raise FolderError(f"The model folder {folder} doesn't exist.")
     if not folder.is_dir():
         raise FolderError(f"The model folder {folder} is a file; give the folder that holds {CONFIG_NAME}.")
@@ -160,6 +164,13 @@ def read_config(folder: Path) -> tuple[FolderConfig, DecoderManifest]:
     return config, _manifest(decoder)
 
 
+def _exists(folder: Path) -> bool:
+    try:
+        return folder.exists()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
 def _read_json(file: Path) -> _Section:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -169,6 +180,8 @@ def _read_json(file: Path) -> _Section:
         raise FolderError(f"{file} can't be read: {error}.") from None
     except json.JSONDecodeError as error:
         raise FolderError(f"{file} isn't valid JSON (line {error.lineno}: {error.msg}).") from None
+    except (RecursionError, ValueError) as error:
+        raise FolderError(f"{file} can't be read as JSON: {error}.") from None
     if not isinstance(values, dict):
         raise FolderError(f"{file} should hold one JSON object.")
     return _Section(file, values)
@@ -215,7 +228,7 @@ def _manifest(decoder: _Section) -> DecoderManifest:
     past_key = inputs.text("past_key_names", "past_key_values.%d.key")
     if past_key.count("%d") != 1 or past_key.count("%") != 1:
         raise inputs.fail("past_key_names", f"should hold exactly one %d, not {past_key!r}")
-    num_layers = decoder.integer("num_hidden_layers")
+    num_layers = decoder.integer("num_hidden_layers", at_most=_MOST_LAYERS)
     return DecoderManifest(
         filename=decoder.text("filename"),
         num_layers=num_layers,

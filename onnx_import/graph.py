@@ -92,7 +92,7 @@ def parse_graph(file: Path) -> Graph:
     Raises FolderError when the file is missing or isn't ONNX.
     """
     try:
-        model = onnx.load(str(file), load_external_data=False)
+        model = onnx.load(str(file), format="protobuf", load_external_data=False)
     except FileNotFoundError:
         raise FolderError(f"The model file {file} doesn't exist.") from None
     except (DecodeError, OSError) as error:

@@ -6,6 +6,7 @@ from pathlib import Path
 from onnx_import.errors import FolderError
 from onnx_import.folder import DecoderManifest, FolderConfig, read_config
 from onnx_import.graph import Graph, parse_graph
+from onnx_import.weights import leads_inside
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,6 @@ def read_folder(path: str | Path) -> ModelFolder:
     folder = Path(path)
     config, manifest = read_config(folder)
     file = folder / manifest.filename
-    if not file.resolve().is_relative_to(folder.resolve()):
+    if not leads_inside(folder, file):
         raise FolderError(f"The configuration's model file {file} lies outside the model folder {folder}.")
     return ModelFolder(folder, config, manifest, parse_graph(file))

@@ -139,23 +139,27 @@ def _attention_layers(
     expected = {
         layer for group in manifest.state_groups if group.kind == "paged_kv" for layer in group.layer_ids
     }
-    for layer in sorted(expected.symmetric_difference(layers.values())):
-        where = "the graph" if layer in expected else "the configuration's 'paged_kv' group"
-        problems.append(f"layer {layer} has no attention in {where}")
+    for missing, where in (
+        (expected.difference(layers.values()), "the graph"),
+        (set(layers.values()) - expected, "the configuration's 'paged_kv' group"),
+    ):
+        if missing:
+            first = ", ".join(map(str, sorted(missing)[:5])) + (" and more" if len(missing) > 5 else "")
+            problems.append(f"layer {first} has no attention in {where}")
     return layers
 
 
 def _unknown_sources(
     graph: Graph, manifest: DecoderManifest, live: tuple[Node, ...], needed: Mapping[str, tuple[str, ...]]
 ) -> Iterator[str]:
-    """Graph inputs other than tokens and positions that a live node reads, and names that nothing makes."""
-    made = {name for node in live for name in node.outputs} | graph.tensors.keys()
-    made |= {manifest.input_ids, manifest.position_ids}
+    """Graph inputs other than tokens and positions that a live node reads, and names that nothing before it makes."""
+    made = {*graph.tensors, manifest.input_ids, manifest.position_ids}
     for node in live:
         for name in needed[node.outputs[0]]:
             if name not in made:
                 kind = "the graph input" if name in graph.inputs else "the undefined value"
                 yield f"{node.label} reads {kind} {name!r}, which isn't supported"
+        made.update(node.outputs)
     if len(graph.inputs.get(manifest.input_ids, (None, ()))[1]) not in (1, 2):
         yield f"the graph has no input {manifest.input_ids!r} of rank 1 or 2"
 

@@ -13,13 +13,25 @@ _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 
 
+def leads_inside(folder: Path, path: Path) -> bool:
+    """Whether `path`, links followed, lies in `folder`; False too for what no file system can follow."""
+    try:
+        return path.resolve().is_relative_to(folder.resolve())
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ):  # too long, a loop of links (Python < 3.13), a NUL in the name
+        return False
+
+
 def resolve_inside(folder: Path, location: str, what: str) -> Path:
     """The path of `location` beside the model file.
 
     Raises WeightError when it is empty, absolute, or leaves the folder by `..` or a symbolic link.
     """
     path = folder / location
-    if not location or not path.resolve().is_relative_to(folder.resolve()) or Path(location).is_absolute():
+    if not location or Path(location).is_absolute() or not leads_inside(folder, path):
         raise WeightError(f"{what} points to {path}, outside the model folder {folder}.")
     return path
 

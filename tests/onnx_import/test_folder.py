@@ -181,6 +181,45 @@ def test_S4_a_model_file_outside_the_folder_is_refused(tmp_path: Path) -> None:
         onnx_import.read_folder(folder)
 
 
+@pytest.mark.parametrize("name", ["nul\0.onnx", "loop.onnx", "x" * 300], ids=["nul", "loop", "long"])
+def test_T2_a_model_file_that_no_path_leads_to(tmp_path: Path, name: str) -> None:
+    folder = folder_with(tmp_path, put("model.decoder.filename", name))
+    (folder / "loop.onnx").symlink_to("loop.onnx")
+    with pytest.raises(onnx_import.FolderError, match=r"model file|readable ONNX file"):
+        onnx_import.read_folder(folder)
+
+
+def test_T2_a_model_file_of_another_format(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, put("model.decoder.filename", "genai_config.json"))
+    with pytest.raises(onnx_import.FolderError, match="isn't a readable ONNX file"):
+        onnx_import.read_folder(folder)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"model": ' + "9" * 5000 + "}"])
+def test_case_C19_json_that_python_will_not_hold(tmp_path: Path, text: str) -> None:
+    (tmp_path / "genai_config.json").write_text(text)
+    with pytest.raises(onnx_import.FolderError, match=r"genai_config\.json can't be read as JSON"):
+        onnx_import.read_folder(tmp_path)
+
+
+def test_T2_a_folder_name_that_no_file_can_have() -> None:
+    with pytest.raises(onnx_import.FolderError, match="doesn't exist"):
+        onnx_import.read_folder("x" * 5000)
+
+
+def test_case_C19_a_layer_count_beyond_reason_costs_no_memory(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, put("model.decoder.num_hidden_layers", 1_000_000_000))
+    with pytest.raises(onnx_import.FolderError, match="num_hidden_layers' is 1000000000, above 10000"):
+        onnx_import.read_folder(folder)
+
+
+def test_S2_many_missing_layers_are_one_short_problem(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, put("model.decoder.num_hidden_layers", 99))
+    with pytest.raises(onnx_import.UnsupportedGraph) as caught:
+        onnx_import.import_decoder(onnx_import.read_folder(folder))
+    assert caught.value.problems == ("layer 2, 3, 4, 5, 6 and more has no attention in the graph",)
+
+
 def test_case_C21_a_renamed_model_file_still_finds_its_data(tmp_path: Path, monkeypatch: Any) -> None:
     """Case C21: data is found beside the model by its stored name, from any working directory."""
     folder = folder_with(tmp_path, put("model.decoder.filename", "renamed.onnx"))

@@ -108,6 +108,10 @@ def lost_value(proto: onnx.ModelProto) -> None:
     node_of(proto, "Mul").input[1] = "nowhere"
 
 
+def own_output(proto: onnx.ModelProto) -> None:
+    node_of(proto, "Mul").input[1] = node_of(proto, "Mul").output[0]
+
+
 def wrong_width(proto: onnx.ModelProto) -> None:
     next(t for t in proto.graph.initializer if "final_norm" in t.name).dims[0] = 63
 
@@ -124,6 +128,7 @@ def no_attention_layer(proto: onnx.ModelProto) -> None:
         (computed_shape, "q_norm/Reshape_1') needs its input 'shape' ('sizes') to be a constant"),
         (double_weight, "of type float64, which isn't supported"),
         (lost_value, "reads the undefined value 'nowhere'"),
+        (own_output, "reads the undefined value '/model/layers.0/mlp/act_fn/Mul/output_0'"),
         (no_attention_layer, "layer 0 has no attention in the graph"),
     ],
 )
