@@ -68,7 +68,7 @@ def table_model(group: int, num_kv_heads: int, head_dim: int) -> je.Model:
 
 @pytest.mark.parametrize(
     ("group", "num_kv_heads", "head_dim"),
-    [(1, 1, 64), (1, 2, 80), (2, 1, 32), (3, 1, 64), (4, 2, 16), (7, 1, 64)],
+    [(1, 1, 64), (1, 2, 80), (2, 1, 32), (2, 1, 256), (3, 1, 64), (4, 2, 16), (7, 1, 64)],
 )
 def test_E6_logits_are_those_of_the_request_alone_for_every_grouping(group, num_kv_heads, head_dim):
     model = table_model(group, num_kv_heads, head_dim)
