@@ -34,7 +34,7 @@ def load_model(folder: str | os.PathLike[str], weights: Literal["exact", "fast"]
     Args:
         folder: The folder, with `genai_config.json` and the ONNX file it names.
         weights: How quantised matrices are multiplied: "exact" dequantises them block by block to float32, "fast" runs
-            them on the CPU's integer dot at a stated loss (docs/models.md). Float matrices are the same in both.
+            them on the CPU's integer dot at a stated loss (docs/benchmarks.md). Float matrices are the same in both.
 
     Raises:
         onnx_import.ImportFailure: The folder cannot be read, or its graph holds something that is not supported.

@@ -174,7 +174,6 @@ class Programs:
 
     def __init__(self, decoder: onnx_import.Decoder) -> None:
         """Wraps the programs of `decoder`; each is compiled at its first use of a shape."""
-        self.params = decoder.params
         self.forward = jax.jit(functools.partial(_forward, decoder), static_argnames="tile_size")
         self.publish = jax.jit(_publish, donate_argnums=(0, 1))
         self.publish_copy = jax.jit(_publish)

@@ -11,6 +11,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.errors import RetryableStepError, StaleTransactionError
@@ -120,7 +121,7 @@ def execute(model: Model, state: EngineState, plan: StepPlan) -> Transaction:
     bucket = bucket_for(plan, control.config)
     batch = pack(control, plan, bucket)
     result = model.programs.forward(
-        model.programs.params, state.store.pages, state.store.block_table, batch, tile_size=bucket.tile_size
+        model.decoder.params, state.store.pages, state.store.block_table, batch, tile_size=bucket.tile_size
     )
     # The device is at work: whatever needs no result of it comes first.
     to = destinations(control, plan, bucket)
@@ -162,9 +163,7 @@ def commit(
         raise StaleTransactionError(f"the transaction is stale: {reason}; plan and execute again")
     control = _next_control(state.control, transaction)
     transaction.fate.committed = True
-    store = state.store
-    if transaction.staged is not None:
-        store = _publish(store, transaction.staged, donate)
+    store = _publish(state.store, transaction.staged, donate)
     events = control.events[len(state.control.events) :]
     return EngineState(control, store), events
 
@@ -288,8 +287,14 @@ def _with_tokens(control: Control, index: np.ndarray, plan: StepPlan, chosen: np
     return control.replace(events=(*control.events, *events))  # type: ignore[attr-defined]
 
 
-def _publish(store: Store, staged: StagedStep, donate: bool) -> Store:
-    program = staged.programs.publish if donate else staged.programs.publish_copy
-    store.lease.spent = donate
-    pages, table = program(store.pages, store.block_table, staged.result.staged, staged.to)
-    return Store(pages, table, Lease())
+def _publish(store: Store, staged: StagedStep | None, donate: bool) -> Store:
+    """The next store under a lease of its own; without staged tokens it differs in nothing else."""
+    if donate:
+        store.lease.spent = True
+    arrays = (store.pages, store.block_table)
+    if staged is not None:
+        program = staged.programs.publish if donate else staged.programs.publish_copy
+        arrays = program(*arrays, staged.result.staged, staged.to)
+    elif not donate:
+        arrays = jax.tree.map(jnp.copy, arrays)
+    return Store(*arrays, Lease())

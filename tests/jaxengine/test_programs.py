@@ -39,7 +39,7 @@ def lowered(model: je.Model, state: je.EngineState) -> tuple[Any, Any]:
     plan = je.plan_step(state)
     bucket = bucket_for(plan, state.control.config)
     batch, store = pack(state.control, plan, bucket), state.store
-    arguments = (model.programs.params, store.pages, store.block_table, batch)
+    arguments = (model.decoder.params, store.pages, store.block_table, batch)
     forward = model.programs.forward.lower(*arguments, tile_size=bucket.tile_size)
     staged = jax.eval_shape(
         lambda *args: model.programs.forward(*args, tile_size=bucket.tile_size), *arguments

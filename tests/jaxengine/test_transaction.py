@@ -256,6 +256,24 @@ def test_D4_a_transaction_without_rows_commits_once_too():
     assert len(state.control.events) == 1
 
 
+@pytest.mark.parametrize("donate", [True, False])
+def test_D4_a_commit_without_rows_spends_or_keeps_the_state_like_any_other(donate):
+    """Two of one state would both end the turn; and the state that is kept must outlive the other's next commit."""
+    before, _ = begin(je.init_state(MODEL, dataclasses.replace(SMALL, num_blocks=2)), [1] * 12)
+    plan = je.plan_step(before)
+    first, second = je.execute(MODEL, before, plan), je.execute(MODEL, before, plan)
+    after, _ = je.commit(before, first, donate=donate)
+    after, _ = begin(after, [3, 1])
+    after, _ = je.step(MODEL, after)
+    if donate:
+        with pytest.raises(je.SpentStateError):
+            je.commit(before, second)
+    else:
+        _, events = je.commit(before, second)
+        assert [event.finish_reason for event in events] == [je.FinishReason.FAILED]
+    je.check_invariants(after)
+
+
 def test_D4_a_transaction_is_committed_once_on_any_state():
     state, _ = started([3, 1])
     transaction = je.execute(MODEL, state, je.plan_step(state))

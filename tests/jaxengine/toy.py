@@ -12,7 +12,6 @@ under `with_params(model, poison=True)`.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import math
@@ -121,9 +120,8 @@ def toy_model(
 
 def with_params(model: je.Model, *, poison: bool) -> je.Model:
     """The same model and compiled programs with logits that are NaN, or not."""
-    programs = copy.copy(model.programs)
-    programs.params = {"poison": jnp.full((), jnp.nan if poison else 0.0, jnp.float32)}
-    return dataclasses.replace(model, programs=programs)
+    params = {"poison": jnp.full((), jnp.nan if poison else 0.0, jnp.float32)}
+    return dataclasses.replace(model, decoder=dataclasses.replace(model.decoder, params=params))
 
 
 def leaves(state: je.EngineState) -> list[Any]:

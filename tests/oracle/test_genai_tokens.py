@@ -131,7 +131,7 @@ def test_S1_packed_half_precision_tokens_follow_the_float_export(family: str, tm
     prompts = _random_prompts(packed.config.vocab_size)
     ours, oracle = _ours(packed, prompts, 40), _oracle(MODELS / "cpu-fp32" / family, prompts, 40)
     agreed = [_require_equal(mine, theirs, 2e-2) for mine, theirs in zip(ours, oracle, strict=True)]
-    assert sum(agreed) > 0
+    assert sum(agreed) > 0.5 * sum(map(len, oracle)), f"near-ties cut the comparison short: {agreed}"
 
 
 @pytest.mark.demo
