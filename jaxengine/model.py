@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import onnx_import
-from jaxengine.programs import Programs
+from jaxengine.programs import Decoder, Programs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,7 +22,7 @@ class Model:
         programs: The compiled forward and commit programs of this decoder.
     """
 
-    decoder: onnx_import.Decoder
+    decoder: Decoder
     config: onnx_import.FolderConfig
     path: Path
     programs: Programs

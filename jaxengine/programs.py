@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,41 @@ from pallas_kernels import KEY_TILE, QueryTiles, make_query_tiles, max_query_til
 
 DECODE_TILE, PREFILL_TILE = 1, 16
 SMALLEST_MIXED_BUCKET = 16
+
+
+class Decoder(Protocol):
+    """What the engine needs of a decoder; `onnx_import.Decoder` is one, and says what `apply` gets and gives."""
+
+    @property
+    def layers(self) -> tuple[onnx_import.AttentionSpec, ...]:
+        """The attention layers, in layer order."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """The width of the logits."""
+        ...
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """A pytree of weights."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """A short text that differs between any two models."""
+        ...
+
+    def apply(
+        self,
+        params: Mapping[str, Any],
+        tokens: jax.Array,
+        positions: jax.Array,
+        attention: onnx_import.Attention,
+        logits_rows: jax.Array,
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
+        """Returns float32 logits[rows, vocab] and what attention staged, an entry a layer; traced under jit."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +208,7 @@ def destinations(control: Control, plan: StepPlan, bucket: Bucket) -> Destinatio
 class Programs:
     """The compiled programs of one decoder."""
 
-    def __init__(self, decoder: onnx_import.Decoder) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         """Wraps the programs of `decoder`; each is compiled at its first use of a shape."""
         self.forward = jax.jit(functools.partial(_forward, decoder), static_argnames="tile_size")
         self.publish = jax.jit(_publish, donate_argnums=(0, 1))
@@ -180,7 +216,7 @@ class Programs:
 
 
 def _forward(
-    decoder: onnx_import.Decoder,
+    decoder: Decoder,
     params: dict[str, jax.Array],
     pages: tuple[jax.Array, ...],
     block_table: jax.Array,

@@ -18,7 +18,7 @@ from jaxengine import (
     RequestStatus,
     Usage,
 )
-from tests.jaxengine.toy import CONTEXT, next_token
+from jaxengine.toy import CONTEXT, next_token
 
 LIVE = (RequestStatus.QUEUED, RequestStatus.ACTIVE)
 

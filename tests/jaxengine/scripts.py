@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 import jaxengine as je
-from tests.jaxengine.toy import LETTERS, SMALL, toy_model
+from jaxengine.toy import LETTERS, toy_model
+from tests.jaxengine.harness import SMALL
 from tests.pallas_kernels.ragged import from_pages
 
 MODEL = toy_model()

@@ -9,7 +9,8 @@ import pytest
 
 import jaxengine as je
 from jaxengine.requests import status_of
-from tests.jaxengine.toy import CONTEXT, SMALL, VOCAB, assert_same, continuation, leaves, toy_model
+from jaxengine.toy import CONTEXT, VOCAB, continuation, toy_model
+from tests.jaxengine.harness import SMALL, assert_same, leaves
 
 MODEL = toy_model()
 LIVE, DONE, NEW, CLOSED, NEVER = 1, 2, 3, 4, 99

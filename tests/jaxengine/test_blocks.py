@@ -10,7 +10,8 @@ from hypothesis import given, settings
 import jaxengine as je
 from jaxengine.blocks import blocks_for, release
 from jaxengine.state import row_of
-from tests.jaxengine.toy import SMALL, assert_same, begun, column, finish, leaves, tokens_of, toy_model
+from jaxengine.toy import toy_model
+from tests.jaxengine.harness import SMALL, assert_same, begun, column, finish, leaves, tokens_of
 
 MODEL = toy_model()
 

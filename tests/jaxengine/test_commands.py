@@ -11,8 +11,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import jaxengine as je
+from jaxengine.toy import LETTERS, toy_model
+from tests.jaxengine.harness import assert_same, leaves
 from tests.jaxengine.naive import LIVE, NaiveEngine
-from tests.jaxengine.toy import LETTERS, assert_same, leaves, toy_model
 
 EOS = (3, 17)
 MODEL = toy_model(eos=EOS)

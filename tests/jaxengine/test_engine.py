@@ -16,7 +16,8 @@ import pytest
 import jaxengine as je
 from jaxengine import engine as engine_module
 from jaxengine.interrupts import interrupts_deferred
-from tests.jaxengine.toy import SMALL, assert_same, continuation, leaves, toy_model
+from jaxengine.toy import continuation, toy_model
+from tests.jaxengine.harness import SMALL, assert_same, leaves
 
 MODEL = toy_model()
 PROMPT = [3, 1, 4, 1, 5]

@@ -8,19 +8,9 @@ import pytest
 from hypothesis import given, settings
 
 import jaxengine as je
+from jaxengine.toy import ALL_MASKED, LETTERS, NAN, continuation, next_token, toy_model, with_params
+from tests.jaxengine.harness import SMALL, assert_same, leaves
 from tests.jaxengine.naive import NaiveEngine
-from tests.jaxengine.toy import (
-    ALL_MASKED,
-    LETTERS,
-    NAN,
-    SMALL,
-    assert_same,
-    continuation,
-    leaves,
-    next_token,
-    toy_model,
-    with_params,
-)
 
 MODEL = toy_model()
 PROMPTS = ([1, 2], [3, 4, 5], [6])

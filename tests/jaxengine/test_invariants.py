@@ -8,7 +8,8 @@ import pytest
 import jaxengine as je
 from jaxengine.logs import LogTable
 from jaxengine.state import replace_rows
-from tests.jaxengine.toy import SMALL, begun, toy_model
+from jaxengine.toy import toy_model
+from tests.jaxengine.harness import SMALL, begun
 
 MODEL = toy_model()
 

@@ -11,20 +11,8 @@ from hypothesis import given, settings
 import jaxengine as je
 from jaxengine.requests import has_pending_work, status_of
 from jaxengine.state import replace_rows, row_of
-from tests.jaxengine.toy import (
-    CONTEXT,
-    LETTERS,
-    SMALL,
-    assert_same,
-    begun,
-    column,
-    continuation,
-    finish,
-    leaves,
-    next_token,
-    tokens_of,
-    toy_model,
-)
+from jaxengine.toy import CONTEXT, LETTERS, continuation, next_token, toy_model
+from tests.jaxengine.harness import SMALL, assert_same, begun, column, finish, leaves, tokens_of
 
 MODEL = toy_model()
 PROMPT = [4, 8, 15, 16, 23]

@@ -12,20 +12,9 @@ from hypothesis import given, settings
 
 import jaxengine as je
 from jaxengine.requests import status_of
+from jaxengine.toy import CONTEXT, LETTERS, continuation, toy_model
+from tests.jaxengine.harness import SMALL, assert_same, begun, column, finish, leaves, tokens_of
 from tests.jaxengine.naive import NaiveEngine
-from tests.jaxengine.toy import (
-    CONTEXT,
-    LETTERS,
-    SMALL,
-    assert_same,
-    begun,
-    column,
-    continuation,
-    finish,
-    leaves,
-    tokens_of,
-    toy_model,
-)
 
 MODEL = toy_model()
 LARGE = dataclasses.replace(SMALL, max_batch_size=8, max_scheduled_tokens=64, num_blocks=64)

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 
 import jaxengine as je
 from jaxengine.programs import Bucket, Programs, bucket_for, destinations, pack
+from jaxengine.toy import ToyDecoder
+from tests.jaxengine.harness import SMALL
 from tests.jaxengine.scripts import GREEDY, MODEL, SAMPLED, begin, commands, steps
-from tests.jaxengine.toy import SMALL, ToyDecoder
 
 LLAMA = Path(__file__).parents[1] / "fixtures" / "models" / "cpu-fp32" / "llama"
 ROOMY = je.EngineConfig(max_batch_size=2, max_scheduled_tokens=16, num_blocks=3001, block_size=16)

@@ -15,17 +15,8 @@ from hypothesis import given, settings
 import jaxengine as je
 from jaxengine.config import resolve_sampling
 from jaxengine.sampling import SamplingRows, sample
-from tests.jaxengine.toy import (
-    LETTERS,
-    SMALL,
-    VOCAB,
-    begun,
-    finish,
-    logits_after,
-    next_token,
-    tokens_of,
-    toy_model,
-)
+from jaxengine.toy import LETTERS, VOCAB, logits_after, next_token, toy_model
+from tests.jaxengine.harness import SMALL, begun, finish, tokens_of
 
 DRAWS = 4096
 choose = jax.jit(sample)

@@ -4,17 +4,8 @@ on has changed (C7, D3, D4)."""
 import pytest
 
 import jaxengine as je
-from tests.jaxengine.toy import (
-    SMALL,
-    assert_same,
-    begun,
-    continuation,
-    finish,
-    leaves,
-    next_token,
-    tokens_of,
-    toy_model,
-)
+from jaxengine.toy import continuation, next_token, toy_model
+from tests.jaxengine.harness import SMALL, assert_same, begun, finish, leaves, tokens_of
 
 MODEL = toy_model()
 

@@ -17,6 +17,8 @@ import jaxengine as je
 from jaxengine import blocks
 from jaxengine.programs import Programs
 from jaxengine.state import row_of
+from jaxengine.toy import NAN, ToyDecoder, continuation, with_params
+from tests.jaxengine.harness import SMALL, assert_same, leaves
 from tests.jaxengine.scripts import (
     GREEDY,
     MODEL,
@@ -26,15 +28,6 @@ from tests.jaxengine.scripts import (
     readable,
     steps,
     with_own_store,
-)
-from tests.jaxengine.toy import (
-    NAN,
-    SMALL,
-    ToyDecoder,
-    assert_same,
-    continuation,
-    leaves,
-    with_params,
 )
 
 

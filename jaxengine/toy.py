@@ -23,31 +23,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxengine as je
+from jaxengine.model import Model
 from jaxengine.programs import Programs
-from jaxengine.requests import has_pending_work
-from jaxengine.state import row_of
-from onnx_import import AttentionSpec, FolderConfig
+from onnx_import import Attention, AttentionSpec, FolderConfig
 
 LETTERS, VOCAB = 28, 32
 NAN, ALL_MASKED = 28, 29
 SLOPE = 0.25
 CONTEXT = 64
 
-SMALL = je.EngineConfig(max_batch_size=4, max_scheduled_tokens=16, num_blocks=16, block_size=4)
-"""The shape most tests share, so that it is compiled once."""
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ToyDecoder:
-    """See the head of this file; satisfies the protocol of `onnx_import.Decoder`."""
+    """See the head of this file; a `jaxengine.programs.Decoder`."""
 
     layers: tuple[AttentionSpec, ...]
     vocab_size: int
     params: dict[str, Any]
     identity: str
 
-    def apply(self, params, tokens, positions, attention, logits_rows):
+    def apply(
+        self,
+        params: Mapping[str, Any],
+        tokens: jax.Array,
+        positions: jax.Array,
+        attention: Attention,
+        logits_rows: jax.Array,
+    ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Logits float32[R, VOCAB] and what attention staged."""
         rank = ((tokens + positions) % 3).astype(jnp.float32)
         number = (1 + (5 * tokens + 3 * positions) % 31).astype(jnp.float32)
@@ -101,7 +103,7 @@ def toy_model(
     context_length: int = CONTEXT,
     max_length: int | None = None,
     search: Mapping[str, Any] | None = None,
-) -> je.Model:
+) -> Model:
     """A model around the toy decoder; all of them share one set of compiled programs."""
     decoder, programs = _decoder()
     config = FolderConfig(
@@ -115,64 +117,10 @@ def toy_model(
         search={} if search is None else search,
         notes=(),
     )
-    return je.Model(decoder=decoder, config=config, path=Path("toy"), programs=programs)
+    return Model(decoder=decoder, config=config, path=Path("toy"), programs=programs)
 
 
-def with_params(model: je.Model, *, poison: bool) -> je.Model:
+def with_params(model: Model, *, poison: bool) -> Model:
     """The same model and compiled programs with logits that are NaN, or not."""
     params = {"poison": jnp.full((), jnp.nan if poison else 0.0, jnp.float32)}
-    return dataclasses.replace(model, decoder=dataclasses.replace(model.decoder, params=params))
-
-
-def leaves(state: je.EngineState) -> list[Any]:
-    """Every leaf and every piece of metadata of a state, copied, for comparing states exactly."""
-    control = state.control
-    arrays = [np.array(leaf, copy=True) for leaf in jax.tree.leaves(state)]
-    return [*arrays, control.events, control.config, control.facts]
-
-
-def assert_same(before: list[Any], after: list[Any]) -> None:
-    """Fails unless two results of `leaves` are equal, dtypes included."""
-    assert len(before) == len(after)
-    for one, other in zip(before, after, strict=True):
-        if isinstance(one, np.ndarray):
-            assert one.dtype == other.dtype
-            assert np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
-        else:
-            assert one == other
-
-
-def begun(
-    model: je.Model, *prompts: Sequence[int], limit: int = 0, config: je.EngineConfig = SMALL
-) -> je.EngineState:
-    """A state whose requests 1, 2, … have each begun a turn with one of `prompts`."""
-    state = je.init_state(model, config)
-    for prompt in prompts:
-        state, request_id = je.create_request(state)
-        state, _ = je.begin_turn(state, request_id, prompt, je.TurnOptions(limit))
-    return state
-
-
-def finish(model: je.Model, state: je.EngineState) -> tuple[je.EngineState, list[je.EventRecord]]:
-    """Steps until nothing is left to run, checking the invariants; returns the state and all events, drained."""
-    state, events = je.drain(state, len(state.control.events))
-    drained = list(events)
-    while has_pending_work(state):
-        before = state
-        state, events = je.step(model, state)
-        assert state is not before, "every request waits for capacity"
-        je.check_invariants(state)
-        state, events = je.drain(state, len(events))
-        drained += events
-    return state, drained
-
-
-def tokens_of(state: je.EngineState, request_id: int) -> list[int]:
-    """A request's sequence."""
-    row = row_of(state.control, request_id)
-    return state.control.tokens.read(row, 0, int(state.control.requests.length[row])).tolist()
-
-
-def column(state: je.EngineState, request_id: int, name: str) -> int:
-    """A request's entry in a control column."""
-    return int(getattr(state.control.requests, name)[row_of(state.control, request_id)])
+    return dataclasses.replace(model, decoder=dataclasses.replace(_decoder()[0], params=params))
