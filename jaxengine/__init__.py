@@ -5,19 +5,29 @@
 """
 
 from jaxengine.config import EngineConfig, RequestOptions, SamplingParams, TurnOptions
-from jaxengine.engine import Engine, EngineMetrics, Event, Request
+from jaxengine.engine import Engine
 from jaxengine.errors import (
+    ContractError,
     EngineError,
+    ExecutionCapacityError,
+    ExecutionError,
     RequestStateError,
     RetryableStepError,
     SpentStateError,
     StaleTransactionError,
+    StepError,
+    StoreLostError,
 )
 from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason, Usage
+from jaxengine.failures import outcome_of
+from jaxengine.faults import Fault, Stage, inject_fault
+from jaxengine.handles import Event, EventStream, Request
 from jaxengine.invariants import InvariantViolation, check_invariants
 from jaxengine.llm import LLM, Completion
+from jaxengine.metrics import EngineMetrics
 from jaxengine.model import Model, load_model
 from jaxengine.planning import PlanRow, StepOutcome, StepPlan, plan_step
+from jaxengine.policies import Candidates, SchedulingPolicy, decode_first
 from jaxengine.requests import begin_turn, cancel_turn, close_request, create_request, drain
 from jaxengine.state import EngineState, RequestStatus, init_state
 from jaxengine.text import ChatTemplate, StreamDecoder, TextError, Tokenizer
@@ -25,8 +35,10 @@ from jaxengine.transaction import Transaction, commit, execute, step
 
 __all__ = [
     "LLM",
+    "Candidates",
     "ChatTemplate",
     "Completion",
+    "ContractError",
     "Engine",
     "EngineConfig",
     "EngineError",
@@ -36,6 +48,10 @@ __all__ = [
     "EngineState",
     "Event",
     "EventRecord",
+    "EventStream",
+    "ExecutionCapacityError",
+    "ExecutionError",
+    "Fault",
     "FinishReason",
     "InvariantViolation",
     "Model",
@@ -46,10 +62,14 @@ __all__ = [
     "RequestStatus",
     "RetryableStepError",
     "SamplingParams",
+    "SchedulingPolicy",
     "SpentStateError",
+    "Stage",
     "StaleTransactionError",
+    "StepError",
     "StepOutcome",
     "StepPlan",
+    "StoreLostError",
     "StreamDecoder",
     "TextError",
     "Tokenizer",
@@ -62,10 +82,13 @@ __all__ = [
     "close_request",
     "commit",
     "create_request",
+    "decode_first",
     "drain",
     "execute",
     "init_state",
+    "inject_fault",
     "load_model",
+    "outcome_of",
     "plan_step",
     "step",
 ]

@@ -10,7 +10,9 @@ import dataclasses
 import numbers
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
+
+from jaxengine.policies import SchedulingPolicy, decode_first
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures up to this one mean arg-max: below it float32 cannot tell neighbouring logits apart anyway."""
@@ -51,7 +53,7 @@ def require_count(label: str, value: object) -> int:
         TypeError: It is no integer.
         ValueError: It is negative.
     """
-    return _int(label, value, 0)
+    return _int(label, value, 0, 2**63 - 1)
 
 
 Check = Callable[[str, Any], Any]
@@ -65,6 +67,45 @@ def _check_fields(options: object, checks: Mapping[str, Check], required: Collec
             object.__setattr__(options, name, check(f"{type(options).__name__}.{name}", value))
 
 
+Batching = Literal["dynamic", "static"]
+Preemption = Literal["recompute", "none"]
+FailurePolicy = Literal["stop", "isolate"]
+
+
+def _one_of(kind: Any) -> Check:
+    names = get_args(kind)
+
+    def check(label: str, value: object) -> object:
+        if value not in names:
+            raise ValueError(f"{label} is {value!r}; give one of {', '.join(map(repr, names))}")
+        return value
+
+    return check
+
+
+def _policy(label: str, value: object) -> object:
+    if not callable(value):
+        raise TypeError(f"{label} is {value!r}; give a function from Candidates to their order")
+    return value
+
+
+_ENGINE_CHECKS: dict[str, Check] = {
+    "max_batch_size": _positive,
+    "max_scheduled_tokens": _positive,
+    "num_blocks": _positive,
+    "block_size": _positive,
+    "chunk_size": _positive,
+    "memory_fraction": lambda label, value: _number(label, value, 0.0, 1.0),
+    "fairness_bound": _positive,
+    "policy": _policy,
+    "preemption": _one_of(Preemption),
+    "failure_policy": _one_of(FailurePolicy),
+    "max_row_retries": require_count,
+    "batching": _one_of(Batching),
+    "check_invariants": _bool,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
     """Sizes and limits of one engine.
@@ -72,28 +113,48 @@ class EngineConfig:
     Attributes:
         max_batch_size: Most requests that may hold cache, and most rows of a step.
         max_scheduled_tokens: Most tokens of one step, over all rows.
-        num_blocks: Blocks in the KV pool.
+        num_blocks: Blocks in the KV pool; None takes as many as `memory_fraction` of the free memory holds, but no more
+            than a full batch of the longest sessions can use.
         block_size: Token slots in a block.
         chunk_size: Most tokens of one row's prefill in one step; None sets no limit but `max_scheduled_tokens`.
+        memory_fraction: Share of the free memory for a pool of no given size; None takes 0.9 of an accelerator's and
+            0.25 of a host's, which others use too.
+        fairness_bound: Most steps for which a request that could run is passed over while others are served.
+        policy: In which order requests are considered within that bound.
+        preemption: What happens when nobody can go on, or a request has waited up to the bound for blocks: "recompute"
+            takes the youngest request's blocks back and runs its tokens again later, with the same outcome; "none"
+            leaves it to the caller to close something.
+        failure_policy: What an unknown error before the device write costs: "stop" ends every turn and the engine,
+            "isolate" tries the step again and then its rows in halves, and ends the request that fails alone.
         max_row_retries: How often a step with non-finite logits is tried again before the request behind them fails.
+        batching: "dynamic" lets requests come and go at every step; "static" runs a fixed batch to its end over one
+            contiguous cache.
+        check_invariants: Check the whole state after every committed step, for debugging.
 
     Raises:
-        TypeError: A field is no integer.
+        TypeError: A field has the wrong type.
         ValueError: A field is out of range.
     """
 
     max_batch_size: int = 8
     max_scheduled_tokens: int = 2048
-    num_blocks: int = 256
+    num_blocks: int | None = None
     block_size: int = 16
     chunk_size: int | None = None
+    memory_fraction: float | None = None
+    fairness_bound: int = 64
+    policy: SchedulingPolicy = decode_first
+    preemption: Preemption = "recompute"
+    failure_policy: FailurePolicy = "stop"
     max_row_retries: int = 2
+    batching: Batching = "dynamic"
+    check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        required = ("max_batch_size", "max_scheduled_tokens", "num_blocks", "block_size", "max_row_retries")
-        checks = dict.fromkeys((*required, "chunk_size"), _positive) | {"max_row_retries": require_count}
-        _check_fields(self, checks, required)
-        _positive("EngineConfig.num_blocks * block_size", self.num_blocks * self.block_size)
+        optional = ("num_blocks", "chunk_size", "memory_fraction")
+        _check_fields(self, _ENGINE_CHECKS, _ENGINE_CHECKS.keys() - set(optional))
+        if self.num_blocks is not None:
+            _positive("EngineConfig.num_blocks * block_size", self.num_blocks * self.block_size)
 
 
 _SAMPLING_CHECKS: dict[str, Check] = {

@@ -30,9 +30,9 @@ def check_invariants(state: EngineState) -> None:
     held = control.blocks_held
     tables = [control.blocks.read(row, 0, int(held[row])) for row in range(len(requests))]
     every = np.concatenate([control.free_blocks, *tables])
-    outside = every[(every < 0) | (every >= config.num_blocks)]
+    outside = every[(every < 0) | (every >= control.num_blocks)]
     found.extend(f"block {block} is outside the pool" for block in outside)
-    owners = np.bincount(every[(every >= 0) & (every < config.num_blocks)], minlength=config.num_blocks)
+    owners = np.bincount(every[(every >= 0) & (every < control.num_blocks)], minlength=control.num_blocks)
     found.extend(f"block {block} has {owners[block]} owners" for block in np.flatnonzero(owners != 1))
 
     resident = requests.place >= 0
@@ -46,13 +46,16 @@ def check_invariants(state: EngineState) -> None:
     require(resident == (requests.order >= 0), "it has a place without an admission rank, or the reverse")
     require(resident | (held == 0), "it holds blocks without being resident")
     require(
-        held >= blocks_for(requests.processed, config.block_size),
+        ~resident | (held >= blocks_for(requests.processed, config.block_size)),
         "its table is shorter than its committed slots",
     )
+    # A static batch that made room for another leaves its members behind, complete.
+    outlived = (requests.status == RequestStatus.TURN_COMPLETE) & (config.batching == "static")
+    require(resident | outlived | (requests.processed == 0), "it has committed slots without being resident")
     require(held <= control.table_width, "its table is wider than the block table")
     settled = requests.processed >= requests.input_end
     exact = held == blocks_for(requests.processed, config.block_size)
-    require(~settled | exact, "it holds more blocks than its committed slots need")
+    require(~resident | ~settled | exact, "it holds more blocks than its committed slots need")
 
     require(requests.processed <= requests.length, "more is processed than it has tokens")
     require(requests.length <= requests.max_session, "it is longer than its session limit")
@@ -65,5 +68,7 @@ def check_invariants(state: EngineState) -> None:
         "it decodes with other than one unprocessed token",
     )
     require((requests.status != RequestStatus.ACTIVE) | resident, "it is active without being resident")
+    if control.failure is not None:
+        require(~live, "it is live although the engine has stopped")
     if len(found):
         raise InvariantViolation("; ".join(found))

@@ -1,8 +1,7 @@
 """Many prompts in, as many completions out: the engine for callers who don't wait for single tokens.
 
 All prompts of a call share one engine and are batched continuously: a finished one leaves, and the next takes its place
-before the following step. How long answers get isn't known, so the pool may fill up with half-done ones. Then the
-youngest gives its blocks back and goes on later from the tokens that it has, with the same outcome.
+before the following step.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ import numpy as np
 
 from jaxengine import requests
 from jaxengine.config import EngineConfig, RequestOptions, SamplingParams, TurnOptions
-from jaxengine.engine import Engine, Event, Request
+from jaxengine.engine import Engine
 from jaxengine.errors import EngineError
 from jaxengine.events import EngineEventFlags, FinishReason, Usage
+from jaxengine.handles import Event, Request
 from jaxengine.model import load_model
 from jaxengine.text import Message, TextError, Tokenizer
 
@@ -164,7 +164,7 @@ class LLM:
     def _complete(
         self, prompts: list[list[int]], sampling: SamplingParams | None, max_tokens: int | None
     ) -> list[Completion]:
-        limit = min(self.model.config.max_length, self.config.num_blocks * self.config.block_size)
+        limit = min(self.model.config.max_length, self._engine.metrics.pool_tokens)
         options = RequestOptions(limit, SamplingParams() if sampling is None else sampling)
         self._require_servable(prompts, options, TurnOptions(max_tokens))
         if max_tokens == 0:
@@ -191,10 +191,7 @@ class LLM:
             token_ids=tuple(work.tokens),
             text=self.tokenizer.decode(work.tokens),
             finish_reason=end.finish_reason,
-            # Counted here, because a prompt that had to make room has spread them over several turns.
-            usage=dataclasses.replace(
-                end.usage, prompt_tokens=len(work.prompt), generated_tokens=len(work.tokens)
-            ),
+            usage=end.usage,
             error=end.detail,
         )
 
@@ -219,21 +216,18 @@ class _Batch:
         self._engine = engine
         self._max_tokens = max_tokens or 0
         self._waiting = collections.deque(self.works)
-        self._running: dict[Request, _Work] = {}  # in order of submission
+        self._running: dict[Request, _Work] = {}
 
     def run(self, rows: int) -> list[Event]:
         """Runs all prompts, at most `rows` at a time, and returns their terminal events in order."""
-        is_full = False
         while self._waiting or self._running:
-            while self._waiting and not is_full and len(self._running) < rows:
+            while self._waiting and len(self._running) < rows:
                 self._submit(self._waiting.popleft())
             for event in self._engine.run():
                 if event.request is not None:
-                    if self._note(event.request, event):
-                        is_full = False
+                    self._note(event.request, event)
                 elif EngineEventFlags.CAPACITY_BLOCKED in event.flags:
-                    self._make_room(event.detail)
-                    is_full = True  # until a prompt is done; else the one that made room would take it back
+                    raise EngineError(f"the engine can't go on: {event.detail}")
         return [work.end for work in self.works if work.end is not None]
 
     def close(self) -> None:
@@ -244,32 +238,21 @@ class _Batch:
     def _submit(self, work: _Work) -> None:
         request = self._engine.create_request(work.options)
         self._running[request] = work
-        limit = self._max_tokens - len(work.tokens) if self._max_tokens else 0
-        request.begin_turn([*work.prompt, *work.tokens], TurnOptions(limit))
+        request.begin_turn(work.prompt, TurnOptions(self._max_tokens))
 
-    def _note(self, request: Request, event: Event) -> bool:
-        """Takes an event's token; a prompt that is done leaves the engine at once. Returns whether it is."""
+    def _note(self, request: Request, event: Event) -> None:
+        """Takes an event's token; a prompt that is done leaves the engine at once."""
         work = self._running[request]
         if EngineEventFlags.TOKEN in event.flags:
             work.tokens.append(event.token)
-        if EngineEventFlags.TURN_FINISHED not in event.flags:
-            return False
-        work.end = event
-        request.close()
-        del self._running[request]
-        return True
-
-    def _make_room(self, detail: str) -> None:
-        """Takes the youngest running prompt out; its tokens stay and it is the next to come in again."""
-        if len(self._running) == 1:
-            raise EngineError(f"the engine can't go on with a single prompt: {detail}")
-        request, work = self._running.popitem()
-        request.close()
-        self._waiting.appendleft(work)
+        if EngineEventFlags.TURN_FINISHED in event.flags:
+            work.end = event
+            request.close()
+            del self._running[request]
 
 
 def _seeded(options: RequestOptions, place: int) -> RequestOptions:
-    """Gives an unseeded prompt a stream of its own that it keeps when it comes in a second time."""
+    """Gives an unseeded prompt its place in the list as its seed."""
     if options.sampling.seed is not None:
         return options
     return dataclasses.replace(options, sampling=dataclasses.replace(options.sampling, seed=place))

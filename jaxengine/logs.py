@@ -88,6 +88,14 @@ class LogTable:
         columns = (self.older, self.lengths, self.tail, self.filled)
         return LogTable(*(np.delete(column, row, axis=0) for column in columns))
 
+    def clear_rows(self, rows: np.ndarray) -> LogTable:
+        """Returns the table with `rows` empty."""
+        older, lengths, filled = self.older.copy(), self.lengths.copy(), self.filled.copy()
+        for row in rows:
+            older[row] = EMPTY
+        lengths[rows] = filled[rows] = 0
+        return LogTable(older, lengths, self.tail, filled)
+
     def read(self, row: int, start: int, stop: int) -> np.ndarray:
         """Returns a copy of entries [start, stop) of `row` as int32[stop - start]."""
         older: Log = self.older[row]

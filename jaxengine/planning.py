@@ -1,7 +1,6 @@
-"""Which rows the next step runs: a pure look at the control value that changes nothing.
+"""A plan: what the next step runs, laid out in the order in which it is packed and reported.
 
-Decodes come first in order of residence, then prefills of residents, then waiting requests in order of submission. Each
-gets one token where its blocks fit; what is left of the token budget then goes to the prefills in the same order.
+Planning is a pure look at the control value that changes nothing; who runs is decided in `scheduling`.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ import enum
 
 import numpy as np
 
-from jaxengine.blocks import blocks_for
-from jaxengine.state import Control, EngineState, Lease, RequestStatus, require_unspent
+from jaxengine.faults import Stage, reach
+from jaxengine.scheduling import Schedule, schedule
+from jaxengine.state import EngineState, Lease, require_healthy, require_unspent
 
 
 class StepOutcome(enum.Enum):
@@ -69,9 +69,10 @@ class StepPlan:
         reserved: int32[new blocks], taken from the pool, row after row.
         num_reserved: int64[rows], how many of them each row gets.
         unserviceable: uint64[n], requests that could not run in an empty pool.
+        evicted: uint64[k], requests that give their blocks and their place back; free from the next step on.
         deferred: How many candidates were put off for lack of capacity.
         lease: Of the store that the state held; another commit changes it.
-        stamps: uint64[rows + n], the stamps of the rows' and the unserviceable requests.
+        stamps: uint64[rows + n + k], the stamps of the rows', the unserviceable and the evicted requests.
         free_blocks: int32[free], the whole pool.
     """
 
@@ -88,6 +89,7 @@ class StepPlan:
     reserved: np.ndarray
     num_reserved: np.ndarray
     unserviceable: np.ndarray
+    evicted: np.ndarray
     deferred: int
     lease: Lease
     stamps: np.ndarray
@@ -95,8 +97,8 @@ class StepPlan:
 
     @property
     def involved(self) -> np.ndarray:
-        """uint64[rows + n], the requests that the plan runs or ends."""
-        return np.concatenate([self.request_ids, self.unserviceable])
+        """uint64[rows + n + k], the requests that the plan runs, ends or evicts."""
+        return np.concatenate([self.request_ids, self.unserviceable, self.evicted])
 
     @property
     def total_tokens(self) -> int:
@@ -133,87 +135,27 @@ def plan_step(state: EngineState) -> StepPlan:
 
     Raises:
         SpentStateError: A commit has taken the state over.
+        EngineError: A failure has ended the engine's work.
+        ValueError: The policy returned something else than an order of the candidates.
     """
     require_unspent(state)
     control = state.control
-    requests, config = control.requests, control.config
-    candidates = _candidates(control)
-    if len(candidates) == 0:
-        return _plan(state, StepOutcome.NO_WORK, candidates, candidates, candidates, candidates, 0)
-
-    # A decode needs its next slot; a prefill is admitted with the blocks of its whole input.
-    held = control.blocks_held[candidates]
-    needed = blocks_for(requests.length[candidates], config.block_size)
-    hopeless = needed > min(config.num_blocks, control.table_width)
-    selected, deferred = _select(control, candidates[~hopeless], (needed - held)[~hopeless])
-    unserviceable = candidates[hopeless]
-    if len(selected) == 0:
-        outcome = StepOutcome.UNSERVICEABLE_REQUEST if len(unserviceable) else StepOutcome.CAPACITY_DEFERRED
-        return _plan(state, outcome, selected, selected, selected, unserviceable, deferred)
-    grown = _grow(control, selected)
-    wanted = blocks_for(requests.length[selected], config.block_size) - control.blocks_held[selected]
-    return _plan(state, StepOutcome.COMMITTED, selected, grown, wanted, unserviceable, deferred)
+    require_healthy(control)
+    reach(Stage.PLAN)
+    decided = schedule(control)
+    if len(decided.selected) or len(decided.evicted):
+        outcome = StepOutcome.COMMITTED
+    elif len(decided.unserviceable):
+        outcome = StepOutcome.UNSERVICEABLE_REQUEST
+    else:
+        outcome = StepOutcome.CAPACITY_DEFERRED if decided.deferred else StepOutcome.NO_WORK
+    return _plan(state, outcome, decided)
 
 
-def _candidates(control: Control) -> np.ndarray:
-    """Rows that want to run: decodes by residence, then prefills by residence, then waiting ones by submission."""
-    requests = control.requests
-    live = (requests.status == RequestStatus.QUEUED) | (requests.status == RequestStatus.ACTIVE)
-    rows = np.flatnonzero(live)
-    resident = requests.place[rows] >= 0
-    prefill = requests.processed[rows] < requests.input_end[rows]
-    rank = np.where(resident, requests.order[rows], requests.submitted[rows])
-    return rows[np.lexsort((rank, ~resident, prefill))]
-
-
-def _select(control: Control, candidates: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, int]:
-    """Takes each candidate whose blocks and place fit, in order; one that does not fit hides no later one."""
-    config = control.config
-    free_blocks = len(control.free_blocks)
-    free_places = config.max_batch_size - int((control.requests.place >= 0).sum())
-    rows_left = min(config.max_batch_size, config.max_scheduled_tokens)
-    selected, deferred = [], 0
-    for row, blocks, place in zip(
-        candidates.tolist(), wanted.tolist(), control.requests.place[candidates].tolist(), strict=True
-    ):
-        if rows_left == 0:
-            break
-        if blocks > free_blocks or (place < 0 and free_places == 0):
-            deferred += 1
-            continue
-        selected.append(row)
-        free_blocks -= blocks
-        free_places -= place < 0
-        rows_left -= 1
-    return np.array(selected, np.int64), deferred
-
-
-def _grow(control: Control, selected: np.ndarray) -> np.ndarray:
-    """Tokens of each selected row: one, and for prefills what is left of the budget in order."""
-    requests, config = control.requests, control.config
-    counts = np.ones(len(selected), np.int64)
-    budget = config.max_scheduled_tokens - len(selected)
-    chunk = config.chunk_size or config.max_scheduled_tokens
-    prefill = requests.processed[selected] < requests.input_end[selected]
-    for i in np.flatnonzero(prefill):
-        remaining = int(requests.length[selected[i]] - requests.processed[selected[i]])
-        extra = min(budget, min(remaining, chunk) - 1)
-        counts[i] += extra
-        budget -= extra
-    return counts
-
-
-def _plan(
-    state: EngineState,
-    outcome: StepOutcome,
-    selected: np.ndarray,
-    counts: np.ndarray,
-    wanted: np.ndarray,
-    unserviceable: np.ndarray,
-    deferred: int,
-) -> StepPlan:
+def _plan(state: EngineState, outcome: StepOutcome, decided: Schedule) -> StepPlan:
     control = state.control
     requests = control.requests
+    selected, counts = decided.selected, decided.num_tokens
     past = requests.processed[selected]
     is_new = requests.place[selected] < 0
     places = requests.place[selected].copy()
@@ -221,7 +163,7 @@ def _plan(
         taken = np.zeros(control.config.max_batch_size, bool)
         taken[requests.place[requests.place >= 0]] = True
         places[is_new] = np.flatnonzero(~taken)[: int(is_new.sum())]
-    total = int(wanted.sum())
+    total = int(decided.num_reserved.sum())
     return StepPlan(
         outcome=outcome,
         index=selected,
@@ -234,10 +176,11 @@ def _plan(
         places=places,
         offsets=np.cumsum(counts) - counts,
         reserved=control.free_blocks[::-1][:total],
-        num_reserved=wanted,
-        unserviceable=requests.id[unserviceable],
-        deferred=deferred,
+        num_reserved=decided.num_reserved,
+        unserviceable=requests.id[decided.unserviceable],
+        evicted=requests.id[decided.evicted],
+        deferred=decided.deferred,
         lease=state.store.lease,
-        stamps=requests.stamp[np.concatenate([selected, unserviceable])],
+        stamps=requests.stamp[np.concatenate([selected, decided.unserviceable, decided.evicted])],
         free_blocks=control.free_blocks,
     )

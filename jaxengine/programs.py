@@ -180,7 +180,7 @@ def pack(control: Control, plan: StepPlan, bucket: Bucket) -> StepBatch:
 def destinations(control: Control, plan: StepPlan, bucket: Bucket) -> Destinations:
     """Returns where the plan's tokens are to be kept, by the proposed tables: committed blocks, then reserved ones."""
     size = control.config.block_size
-    outside = control.config.num_blocks
+    outside = control.num_blocks
     place = np.full(bucket.tokens, control.config.max_batch_size, np.int32)
     column, slot = np.zeros((2, bucket.tokens), np.int32)
     block = np.full(bucket.tokens, outside, np.int32)

@@ -17,13 +17,16 @@ from jaxengine.config import RequestOptions, TurnOptions, require_count, resolve
 from jaxengine.errors import RequestStateError
 from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason, Usage
 from jaxengine.state import (
+    ADMISSIONS,
     COLUMN_DTYPES,
     REQUEST_IDS,
+    STEPS,
     SUBMISSIONS,
     Control,
     EngineState,
     RequestStatus,
     replace_rows,
+    require_healthy,
     require_unspent,
     row_of,
 )
@@ -50,8 +53,10 @@ def create_request(state: EngineState, options: RequestOptions | None = None) ->
         ValueError: The session limit is above the model's, the folder asks for beams, several sequences or a batch, or
             a sampling setting that is left to the folder is out of range there.
         TypeError: `options` is no RequestOptions.
+        EngineError: A failure has ended the engine's work.
     """
     require_unspent(state)
+    require_healthy(state.control)
     options = _require_options(options, RequestOptions)
     control = state.control
     facts = control.facts
@@ -113,12 +118,15 @@ def begin_turn(
         The new state and the turn's id, one above the request's last.
 
     Raises:
-        RequestStateError: The request is queued, active or closed, or has events that were not drained.
+        RequestStateError: The request is queued, active or closed, has events that were not drained, or has lost its
+            static batch.
+        EngineError: A failure has ended the engine's work.
         ValueError: No tokens, a token outside the vocabulary, or no room for one generated token.
         TypeError: `options` is no TurnOptions.
         OverflowError: The request's turn ids are used up.
     """
     require_unspent(state)
+    require_healthy(state.control)
     options = _require_options(options, TurnOptions)
     control = state.control
     row = _require_row(control, request_id)
@@ -131,6 +139,7 @@ def begin_turn(
         raise RequestStateError(
             f"request {request_id} has events that were not drained; drain them before the next turn"
         )
+    _require_batch(control, row)
     values = _require_tokens(tokens, control.facts.vocab_size)
     length = int(control.requests.length[row])
     limit = int(control.requests.max_session[row])
@@ -149,6 +158,7 @@ def begin_turn(
         row,
         status=RequestStatus.QUEUED,
         submitted=counters[SUBMISSIONS],
+        served=counters[STEPS],
         stamp=_next_stamp(control, row, b"begin", values.tobytes(), options),
         length=length + len(values),
         input_end=length + len(values),
@@ -194,11 +204,7 @@ def close_request(state: EngineState, request_id: int) -> EngineState:
     if row < 0:
         return state
     held = control.blocks.read(row, 0, int(control.blocks_held[row]))
-    free = (
-        blocks.release(control.free_blocks, held, control.config.num_blocks)
-        if len(held)
-        else control.free_blocks
-    )
+    free = blocks.release(control.free_blocks, held, control.num_blocks) if len(held) else control.free_blocks
     columns = {name: np.delete(getattr(control.requests, name), row) for name in COLUMN_DTYPES}
     control = control.replace(  # type: ignore[attr-defined]
         requests=control.requests.replace(**columns),  # type: ignore[attr-defined]
@@ -210,8 +216,15 @@ def close_request(state: EngineState, request_id: int) -> EngineState:
     return state.replace(control=control)  # type: ignore[attr-defined]
 
 
-def drain(state: EngineState, count: int) -> tuple[EngineState, tuple[EventRecord, ...]]:
+def drain(
+    state: EngineState, count: int, request_id: int | None = None
+) -> tuple[EngineState, tuple[EventRecord, ...]]:
     """Takes up to `count` events off the front of the state's queue, in order of publication.
+
+    Args:
+        state: The state; still usable afterwards.
+        count: How many at most.
+        request_id: Take only events of this request and those of the engine as a whole; the others stay in order.
 
     Raises:
         ValueError: `count` is negative.
@@ -219,24 +232,15 @@ def drain(state: EngineState, count: int) -> tuple[EngineState, tuple[EventRecor
     require_unspent(state)
     count = require_count("the number of events to drain", count)
     events = state.control.events
-    if not events or not count:
+    if request_id is None:
+        taken, left = events[:count], events[count:]
+    else:
+        mine = [i for i, event in enumerate(events) if event.request_id in (request_id, 0)][:count]
+        taken = tuple(events[i] for i in mine)
+        left = tuple(event for i, event in enumerate(events) if i not in mine)
+    if not taken:
         return state, ()
-    control = state.control.replace(events=events[count:])  # type: ignore[attr-defined]
-    return state.replace(control=control), events[:count]  # type: ignore[attr-defined]
-
-
-def note_failures(state: EngineState, request_ids: Sequence[int], detail: str) -> EngineState:
-    """Counts a failed step against the requests behind it; one that failed too often ends its turn as FAILED."""
-    control = state.control
-    for request_id in request_ids:
-        row = row_of(control, request_id)
-        failures = int(control.requests.failures[row]) + 1
-        control = replace_rows(control, row, failures=failures)
-        if failures > control.config.max_row_retries:
-            control = finish_turn(
-                control, row, FinishReason.FAILED, EngineErrorCode.RETRYABLE_EXECUTION, detail
-            )
-    return state.replace(control=control)  # type: ignore[attr-defined]
+    return state.replace(control=state.control.replace(events=left)), taken  # type: ignore[attr-defined]
 
 
 def publish(state: EngineState, event: EventRecord) -> EngineState:
@@ -308,6 +312,24 @@ def _require_row(control: Control, request_id: int) -> int:
     if row < 0:
         raise RequestStateError(f"request {request_id} is CLOSED; create a new request")
     return row
+
+
+def _require_batch(control: Control, row: int) -> None:
+    """Refuses to continue a request of a static batch that had other members, or that has made room for another."""
+    requests = control.requests
+    if control.config.batching == "dynamic" or requests.processed[row] == 0:
+        return
+    request_id = int(requests.id[row])
+    if requests.place[row] < 0:
+        raise RequestStateError(
+            f"request {request_id} has lost its static batch to a later one; create a new request"
+        )
+    # The members of a batch are admitted at once, from place 0 up.
+    if requests.place[row] != 0 or requests.order[row] != control.counters[ADMISSIONS]:
+        raise RequestStateError(
+            f"request {request_id} was batched with others, and a static batch continues only if it has one member; "
+            "create a new request or use dynamic batching"
+        )
 
 
 def _require_options(options: Options | None, kind: type[Options]) -> Options:

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxengine.config import EngineConfig
-from jaxengine.errors import SpentStateError
-from jaxengine.events import EventRecord
+from jaxengine.errors import EngineError, SpentStateError
+from jaxengine.events import EngineErrorCode, EventRecord
 from jaxengine.logs import LogTable
+from jaxengine.sizing import resolve_config
 
 if TYPE_CHECKING:
     from jaxengine.model import Model
@@ -62,11 +63,14 @@ class Requests:
         status: int8, a `RequestStatus`.
         place: int32, the row of the device block table while resident, else -1.
         order: int64, rank of its admission among residents, else -1.
+        admitted: int64, the count of steps when it was admitted.
         submitted: int64, rank of its newest `begin_turn`.
+        served: int64, the count of steps when it last ran, or was queued.
         stamp: uint64, a digest of every call that changed the request between steps.
         length: int64, tokens of the sequence.
         processed: int64, tokens whose keys and values are committed.
-        input_end: int64, where the newest turn's input ends; a row below it is prefill.
+        input_end: int64, a row below it is prefill: the newest turn's input ends here, or what was there when the
+            request gave its blocks back.
         turn: uint64, newest turn id; 0 before the first.
         prompt_tokens, generated: int64, this turn's counts.
         max_generated: int64, this turn's limit, 0 for none.
@@ -79,7 +83,9 @@ class Requests:
     status: np.ndarray
     place: np.ndarray
     order: np.ndarray
+    admitted: np.ndarray
     submitted: np.ndarray
+    served: np.ndarray
     stamp: np.ndarray
     length: np.ndarray
     processed: np.ndarray
@@ -104,7 +110,9 @@ COLUMN_DTYPES = {
     "status": np.int8,
     "place": np.int32,
     "order": np.int64,
+    "admitted": np.int64,
     "submitted": np.int64,
+    "served": np.int64,
     "stamp": np.uint64,
     "length": np.int64,
     "processed": np.int64,
@@ -122,6 +130,14 @@ COLUMN_DTYPES = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class StoredFailure:
+    """The failure that ended an engine's work."""
+
+    code: EngineErrorCode
+    detail: str
+
+
 @flax.struct.dataclass
 class Control:
     """What the host knows.
@@ -131,9 +147,12 @@ class Control:
         tokens: Each request's sequence.
         blocks: Each request's block ids, in order of position.
         free_blocks: int32, ids of the blocks that no table holds; the next one to hand out is the last.
-        counters: int64[4], the newest request id, submission rank and admission rank, and the number of rows put off
-            for lack of capacity by steps that ran.
+        counters: int64, by the indices below: the newest request id, submission rank and admission rank; rows put off
+            for lack of capacity by steps that ran; steps that ran rows; steps that failed; requests that gave their
+            blocks back.
         events: Published and undrained.
+        suspects: Groups of requests whose steps failed for an unknown reason, each to be tried alone, first to last.
+        failure: What ended the engine's work, or None while it is healthy.
         config: The engine's limits.
         facts: The model's.
     """
@@ -144,14 +163,22 @@ class Control:
     free_blocks: np.ndarray
     counters: np.ndarray
     events: tuple[EventRecord, ...] = flax.struct.field(pytree_node=False)
+    suspects: tuple[tuple[int, ...], ...] = flax.struct.field(pytree_node=False)
+    failure: StoredFailure | None = flax.struct.field(pytree_node=False)
     config: EngineConfig = flax.struct.field(pytree_node=False)
     facts: ModelFacts = flax.struct.field(pytree_node=False)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the pool."""
+        assert self.config.num_blocks is not None, "init_state settles it"
+        return self.config.num_blocks
 
     @property
     def table_width(self) -> int:
         """Columns of the block table: enough for the context length, or for the whole pool if that is smaller."""
         size = self.config.block_size
-        return min(-(-self.facts.context_length // size), self.config.num_blocks)
+        return min(-(-self.facts.context_length // size), self.num_blocks)
 
     @property
     def blocks_held(self) -> np.ndarray:
@@ -159,7 +186,7 @@ class Control:
         return self.blocks.lengths
 
 
-REQUEST_IDS, SUBMISSIONS, ADMISSIONS, DEFERRALS = range(4)
+REQUEST_IDS, SUBMISSIONS, ADMISSIONS, DEFERRALS, STEPS, FAILED_STEPS, PREEMPTIONS = range(7)
 
 
 @dataclasses.dataclass(eq=False)
@@ -203,6 +230,7 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
     Returns:
         A state with an empty pool; no two of its arrays share memory.
     """
+    config = resolve_config(model, config)
     search = tuple(sorted((key, value) for key, value in model.config.search.items() if _is_plain(value)))
     facts = ModelFacts(
         identity=model.decoder.identity,
@@ -216,16 +244,18 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
         requests=Requests(**{name: np.zeros(0, dtype) for name, dtype in COLUMN_DTYPES.items()}),
         tokens=LogTable.empty(),
         blocks=LogTable.empty(),
-        free_blocks=np.arange(config.num_blocks, dtype=np.int32)[::-1],
-        counters=np.zeros(4, np.int64),
+        free_blocks=np.arange(config.num_blocks or 0, dtype=np.int32)[::-1],
+        counters=np.zeros(7, np.int64),
         events=(),
+        suspects=(),
+        failure=None,
         config=config,
         facts=facts,
     )
     # Made by the device, one by one: a shared zeros array could not be donated, and `jnp.zeros` may return one.
     make = jax.jit(jnp.zeros, static_argnums=(0, 1))
     pages = tuple(
-        make((config.num_blocks, 2, spec.num_kv_heads, config.block_size, spec.head_dim), spec.kv_dtype)
+        make((control.num_blocks, 2, spec.num_kv_heads, config.block_size, spec.head_dim), spec.kv_dtype)
         for spec in model.decoder.layers
     )
     table = make((config.max_batch_size, control.table_width), np.dtype(np.int32))
@@ -243,6 +273,12 @@ def require_unspent(state: EngineState) -> None:
             "this state was spent by a commit: use the state that commit returned, "
             "or call commit(..., donate=False) to keep the old one"
         )
+
+
+def require_healthy(control: Control) -> None:
+    """Raises `EngineError` if a failure has ended the engine's work."""
+    if control.failure is not None:
+        raise EngineError(f"the engine has stopped: {control.failure.detail}; make a new one")
 
 
 def row_of(control: Control, request_id: int) -> int:

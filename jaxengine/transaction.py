@@ -2,20 +2,33 @@
 
 `execute` reads the committed state and stages everything the step made. Dropping the transaction is the rollback: no
 code undoes anything. `commit` checks that the transaction still belongs to the state, builds the next control value,
-and only then lets the one device write happen; nothing that can fail follows it.
+and only then lets the one device write happen; nothing that can fail follows it. What fails is raised as a `StepError`
+whose class says what it costs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.errors import RetryableStepError, StaleTransactionError
+from jaxengine.blocks import release
+from jaxengine.errors import (
+    ContractError,
+    ExecutionCapacityError,
+    ExecutionError,
+    RetryableStepError,
+    StaleTransactionError,
+    StepError,
+    StoreLostError,
+)
 from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason
+from jaxengine.faults import Stage, reach
 from jaxengine.logs import LogTable
 from jaxengine.planning import StepOutcome, StepPlan, plan_step
 from jaxengine.programs import Destinations, ForwardResult, Programs, bucket_for, destinations, pack
@@ -23,12 +36,15 @@ from jaxengine.requests import finish_turn, usage_of
 from jaxengine.state import (
     ADMISSIONS,
     DEFERRALS,
+    PREEMPTIONS,
+    STEPS,
     Control,
     EngineState,
     Lease,
     RequestStatus,
     Store,
     replace_rows,
+    require_healthy,
     require_unspent,
     row_of,
     rows_of,
@@ -97,11 +113,17 @@ def execute(model: Model, state: EngineState, plan: StepPlan) -> Transaction:
 
     Raises:
         SpentStateError: A commit has taken the state over.
+        EngineError: A failure has ended the engine's work.
         ValueError: The plan is not executable, or was made for another state or model.
-        RetryableStepError: The logits of a row are not finite; the state is untouched.
+        RetryableStepError: The logits of a row are not finite.
+        ExecutionCapacityError: Memory ran out.
+        ContractError: The plan's blocks are not those of the state.
+        ExecutionError: Anything else went wrong; all of these leave the state untouched.
+        StoreLostError: The device lost the KV pool.
     """
     require_unspent(state)
     control = state.control
+    require_healthy(control)
     if model.decoder.identity != control.facts.identity:
         raise ValueError(
             "the state was made for another model; execute it with the model given to init_state"
@@ -118,13 +140,25 @@ def execute(model: Model, state: EngineState, plan: StepPlan) -> Transaction:
         raise ValueError("the plan does not fit this state: a row has too many tokens or none; plan again")
     if len(plan.index) == 0:
         return Transaction(plan, None)
+    with _failures_of(state.store):
+        return Transaction(plan, _run(model, state, plan))
+
+
+def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
+    reach(Stage.CHECKPOINT)
+    control, store = state.control, state.store
+    reach(Stage.PACK)
     bucket = bucket_for(plan, control.config)
     batch = pack(control, plan, bucket)
+    reach(Stage.EXECUTE)
     result = model.programs.forward(
-        model.decoder.params, state.store.pages, state.store.block_table, batch, tile_size=bucket.tile_size
+        model.decoder.params, store.pages, store.block_table, batch, tile_size=bucket.tile_size
     )
     # The device is at work: whatever needs no result of it comes first.
-    to = destinations(control, plan, bucket)
+    with _failures_of(store, unknown=ContractError):
+        reach(Stage.RESERVE)
+        to = destinations(control, plan, bucket)
+    reach(Stage.LOGITS)
     rows = len(plan.index)
     # Logits that no token is chosen from may be anything: where a prompt is cut must not matter.
     usable = np.asarray(result.usable)[:rows] | ~plan.samples
@@ -134,8 +168,25 @@ def execute(model: Model, state: EngineState, plan: StepPlan) -> Transaction:
         raise RetryableStepError(
             f"the logits of request {names} are not finite; the step was dropped", culprits
         )
-    staged = StagedStep(result, to, np.array(result.chosen)[:rows], model.programs)
-    return Transaction(plan, staged)
+    reach(Stage.SAMPLE)
+    return StagedStep(result, to, np.array(result.chosen)[:rows], model.programs)
+
+
+@contextlib.contextmanager
+def _failures_of(store: Store, unknown: type[StepError] = ExecutionError) -> Iterator[None]:
+    """Raises what goes wrong inside as the `StepError` that it amounts to."""
+    try:
+        yield
+    except StepError:
+        raise
+    except Exception as error:
+        # XLA frees what it was given when it fails after taking it over.
+        if any(array.is_deleted() for array in store.pages):
+            raise StoreLostError(f"the step failed and took the KV pool with it: {error}") from error
+        on_device = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+        if isinstance(error, MemoryError) or on_device:
+            raise ExecutionCapacityError(f"memory ran out during the step: {error}") from error
+        raise unknown(f"the step failed: {type(error).__name__}: {error}") from error
 
 
 def commit(
@@ -153,17 +204,28 @@ def commit(
 
     Raises:
         SpentStateError: Another commit has taken the state over.
+        EngineError: A failure has ended the engine's work.
         StaleTransactionError: The transaction was committed already, or its requests, tables or pool have changed
             since; the state stays usable.
+        StepError: Something failed; from the device write on it is a `StoreLostError`, before that the state is
+            untouched.
     """
     require_unspent(state)
+    require_healthy(state.control)
     if transaction.fate.committed:
         raise StaleTransactionError("this transaction was committed already; execute the next plan instead")
     if reason := _stale(state, transaction.plan):
         raise StaleTransactionError(f"the transaction is stale: {reason}; plan and execute again")
-    control = _next_control(state.control, transaction)
+    with _failures_of(state.store):
+        reach(Stage.VALIDATE)
+        control = _next_control(state.control, transaction)
     transaction.fate.committed = True
-    store = _publish(state.store, transaction.staged, donate)
+    state.store.lease.spent = donate
+    try:
+        reach(Stage.PUBLISH)
+        store = _publish(state.store, transaction.staged, donate)
+    except Exception as error:
+        raise StoreLostError(f"a commit failed while it was written: {error}") from error
     events = control.events[len(state.control.events) :]
     return EngineState(control, store), events
 
@@ -172,7 +234,7 @@ def step(model: Model, state: EngineState) -> tuple[EngineState, tuple[EventReco
     """Plans, executes and commits one step; a state with no runnable work is returned as it is.
 
     Raises:
-        RetryableStepError: See `execute`.
+        StepError: See `execute` and `commit`.
     """
     plan = plan_step(state)
     if plan.outcome in (StepOutcome.NO_WORK, StepOutcome.CAPACITY_DEFERRED):
@@ -202,18 +264,21 @@ def _counts_fit(control: Control, plan: StepPlan) -> bool:
 
 def _next_control(control: Control, transaction: Transaction) -> Control:
     """The control value after the step; pure, and complete before the device write begins."""
+    reach(Stage.BOOKKEEPING)
     plan = transaction.plan
     index = rows_of(control, plan.request_ids)
+    newcomers = int(plan.is_new.sum())
     counters = control.counters.copy()
-    counters[DEFERRALS] += plan.deferred
     first_order = counters[ADMISSIONS] + 1
-    counters[ADMISSIONS] += int(plan.is_new.sum())
-    order = control.requests.order[index]
-    order[plan.is_new] = first_order + np.arange(int(plan.is_new.sum()))
+    counters[[DEFERRALS, ADMISSIONS, STEPS]] += plan.deferred, newcomers, int(len(index) > 0)
+    order, admitted = control.requests.order[index], control.requests.admitted[index]
+    order[plan.is_new] = first_order + np.arange(newcomers)
+    admitted[plan.is_new] = counters[STEPS]
     control = control.replace(  # type: ignore[attr-defined]
         blocks=_with_reserved(control, index, plan),
         free_blocks=control.free_blocks[: len(control.free_blocks) - len(plan.reserved)],
         counters=counters,
+        suspects=_without(control.suspects, plan.request_ids),
     )
     control = replace_rows(
         control,
@@ -221,9 +286,14 @@ def _next_control(control: Control, transaction: Transaction) -> Control:
         status=RequestStatus.ACTIVE,
         place=plan.places,
         order=order,
+        admitted=admitted,
+        served=counters[STEPS],
         processed=plan.past + plan.num_tokens,
         failures=0,
     )
+    if len(plan.evicted):
+        control = _without_residence(control, rows_of(control, plan.evicted))
+    reach(Stage.EVENTS)
     if transaction.staged is not None:
         control = _with_tokens(control, index, plan, transaction.staged.tokens)
     for request_id in plan.unserviceable:
@@ -232,10 +302,37 @@ def _next_control(control: Control, transaction: Transaction) -> Control:
             row_of(control, int(request_id)),
             FinishReason.FAILED,
             EngineErrorCode.REQUEST_UNSERVICEABLE,
-            f"request {request_id} needs more blocks than the pool of {control.config.num_blocks} has; "
+            f"request {request_id} needs more blocks than the pool of {control.num_blocks} has; "
             "close it and use a larger EngineConfig.num_blocks",
         )
     return control
+
+
+def _without(groups: tuple[tuple[int, ...], ...], ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
+    """The groups without `ids`, and without those that this empties."""
+    if not groups:
+        return groups
+    run = set(ids.tolist())
+    left = (tuple(member for member in group if member not in run) for group in groups)
+    return tuple(group for group in left if group)
+
+
+def _without_residence(control: Control, rows: np.ndarray) -> Control:
+    """Takes blocks and places back; a live turn waits again, and what it has so far becomes input to run once more."""
+    requests = control.requests
+    held = [control.blocks.read(row, 0, int(control.blocks_held[row])) for row in rows]
+    live = rows[requests.status[rows] != RequestStatus.TURN_COMPLETE]
+    counters = control.counters.copy()
+    counters[PREEMPTIONS] += len(live)
+    control = control.replace(  # type: ignore[attr-defined]
+        blocks=control.blocks.clear_rows(rows),
+        free_blocks=release(control.free_blocks, np.concatenate(held), control.num_blocks),
+        counters=counters,
+    )
+    control = replace_rows(control, rows, place=-1, order=-1)
+    return replace_rows(
+        control, live, status=RequestStatus.QUEUED, processed=0, input_end=requests.length[live]
+    )
 
 
 def _with_reserved(control: Control, index: np.ndarray, plan: StepPlan) -> LogTable:
@@ -289,8 +386,6 @@ def _with_tokens(control: Control, index: np.ndarray, plan: StepPlan, chosen: np
 
 def _publish(store: Store, staged: StagedStep | None, donate: bool) -> Store:
     """The next store under a lease of its own; without staged tokens it differs in nothing else."""
-    if donate:
-        store.lease.spent = True
     arrays = (store.pages, store.block_table)
     if staged is not None:
         program = staged.programs.publish if donate else staged.programs.publish_copy

@@ -11,7 +11,8 @@ from jaxengine.cli.options import in_words_of_options
 from jaxengine.config import EngineConfig, RequestOptions
 from jaxengine.demo import demo_model_folder
 from jaxengine.demo.cache import cache_root
-from jaxengine.engine import Engine, Request
+from jaxengine.engine import Engine
+from jaxengine.handles import Request
 from jaxengine.model import Model, load_model
 from jaxengine.text import Tokenizer
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 
 from jaxengine.cli.output import write_text
-from jaxengine.engine import Engine, Request
+from jaxengine.engine import Engine
 from jaxengine.errors import EngineError
 from jaxengine.events import EngineEventFlags, FinishReason
+from jaxengine.handles import Request
 from jaxengine.text import StreamDecoder, Tokenizer
 
 

@@ -23,7 +23,7 @@ from jaxengine.toy import CONTEXT, next_token
 LIVE = (RequestStatus.QUEUED, RequestStatus.ACTIVE)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class NaiveRequest:
     """One request; `blocks` counts those it holds, `rank` is its place in the order of admission."""
 
@@ -35,6 +35,8 @@ class NaiveRequest:
     status: RequestStatus = RequestStatus.CREATED
     turn: int = 0
     submitted: int = 0
+    served: int = 0
+    admitted: int = 0
     rank: int | None = None
     blocks: int = 0
     prompt_tokens: int = 0
@@ -55,6 +57,16 @@ class NaiveRow:
     new_blocks: int
 
 
+@dataclasses.dataclass
+class NaivePlan:
+    """What a step does: its rows, who fails, who gives its blocks back, and how many were put off."""
+
+    rows: list[NaiveRow]
+    hopeless: list[NaiveRequest]
+    evicted: list[NaiveRequest]
+    deferred: int
+
+
 class NaiveEngine:
     """Plain-Python twin of the functional core, for greedy requests."""
 
@@ -64,7 +76,8 @@ class NaiveEngine:
         self.max_length = max_length
         self.requests: dict[int, NaiveRequest] = {}
         self.events: list[EventRecord] = []
-        self.last_id = self.last_submission = self.last_rank = self.deferrals = 0
+        self.last_id = self.last_submission = self.last_rank = 0
+        self.deferrals = self.steps = self.preemptions = 0
 
     @property
     def free_blocks(self) -> int:
@@ -90,6 +103,7 @@ class NaiveEngine:
         request.tokens += tokens
         request.input_end = len(request.tokens)
         request.submitted = self.last_submission
+        request.served = self.steps
         request.turn += 1
         request.status = RequestStatus.QUEUED
         request.prompt_tokens, request.generated, request.max_generated = len(tokens), 0, max_generated
@@ -117,25 +131,88 @@ class NaiveEngine:
         waiting = sorted((r for r in live if r.rank is None), key=lambda r: r.submitted)
         return [r for r in resident if not r.is_prefill] + [r for r in resident if r.is_prefill] + waiting
 
-    def plan(self) -> tuple[list[NaiveRow], list[NaiveRequest], int]:
-        """The rows of the next step, the requests that no empty pool could hold, and how many were put off."""
-        rows: list[NaiveRow] = []
-        hopeless, deferred = [], 0
-        free = self.free_blocks
+    def plan(self) -> NaivePlan:
+        """What the next step does."""
+        bound, free = self.config.fairness_bound, self.free_blocks
         places = self.config.max_batch_size - sum(r.rank is not None for r in self.requests.values())
         most_rows = min(self.config.max_batch_size, self.config.max_scheduled_tokens)
-        for request in self.candidates():
-            needed = -(-len(request.tokens) // self.config.block_size)
-            if needed > self.config.num_blocks:
-                hopeless.append(request)
-            elif len(rows) == most_rows:
-                continue
-            elif needed - request.blocks > free or (request.rank is None and places == 0):
+
+        def needed(r: NaiveRequest) -> int:
+            return -(-len(r.tokens) // self.config.block_size)
+
+        hopeless = [r for r in self.candidates() if needed(r) > self.config.num_blocks]
+        candidates = [r for r in self.candidates() if r not in hopeless]
+        senior = sorted(candidates, key=lambda r: (r.served, r.submitted))
+
+        def slack(r: NaiveRequest) -> int:
+            return max(bound - (self.steps - r.served), 0)
+
+        def wanted(r: NaiveRequest) -> int:
+            return needed(r) - r.blocks
+
+        def claimed(r: NaiveRequest) -> int:
+            if not r.is_prefill or wanted(r) == 0:
+                return 0
+            before = senior[: senior.index(r)]
+            return sum(wanted(s) for s in before if s.is_prefill and wanted(s) > free and slack(s) <= 1)
+
+        newcomers = [r for r in senior if r.rank is None]
+        able = [
+            r
+            for r in senior
+            if wanted(r) + claimed(r) <= free and (r.rank is not None or newcomers.index(r) < places)
+        ]
+        # The fewest that must go now, if the others follow a full step at a time and nobody may miss the bound.
+        must = next(
+            m
+            for m in range(len(able) + 1)
+            if all((k - m) // most_rows + 1 <= slack(able[k]) for k in range(m, len(able)))
+        )
+        first = able[:must]
+        order = first + [r for r in candidates if r not in first]
+
+        rows: list[NaiveRow] = []
+        deferred, left_free, left_places = 0, free, places
+        for request in order:
+            if len(rows) == most_rows:
+                break
+            fits = wanted(request) + claimed(request) <= left_free
+            if not fits or (request.rank is None and left_places == 0):
                 deferred += 1
             else:
-                rows.append(NaiveRow(request, 1, needed - request.blocks))
-                free -= needed - request.blocks
-                places -= request.rank is None
+                rows.append(NaiveRow(request, 1, wanted(request)))
+                left_free -= wanted(request)
+                left_places -= request.rank is None
+
+        evicted: list[NaiveRequest] = []
+        if self.config.preemption == "recompute":
+            chosen = [row.request for row in rows]
+            left = [r for r in candidates if r not in chosen]
+            youngest = sorted((r for r in candidates if r.rank is not None), key=lambda r: -r.rank)
+
+            def enough(who: list[NaiveRequest], victims: list[NaiveRequest]) -> list[NaiveRequest]:
+                for count in range(1, len(victims) + 1):
+                    gone = victims[:count]
+                    room = left_free + sum(v.blocks for v in gone)
+                    for r in who:
+                        if (
+                            r not in gone
+                            and wanted(r) <= room
+                            and (r.rank is not None or left_places + count > 0)
+                        ):
+                            return gone
+                return []
+
+            overdue = [r for r in senior if r in left and wanted(r) > free and slack(r) <= 1][:1]
+            settled = [
+                r
+                for r in youngest
+                if not r.is_prefill and self.steps - r.admitted >= bound and r not in overdue
+            ]
+            evicted = enough(overdue, settled)
+            if not evicted and not rows:
+                evicted = enough(left, youngest)
+            rows = [row for row in rows if row.request not in evicted]
         budget = self.config.max_scheduled_tokens - len(rows)
         for row in rows:
             if row.request.is_prefill:
@@ -143,21 +220,29 @@ class NaiveEngine:
                 extra = min(budget, min(remaining, self.config.chunk_size or remaining) - 1)
                 row.count += extra
                 budget -= extra
-        return rows, hopeless, deferred
+        return NaivePlan(rows, hopeless, evicted, deferred)
 
     def step(self) -> None:
         """Runs one step, if there is anything to run or to fail."""
-        rows, hopeless, deferred = self.plan()
-        if rows or hopeless:
-            self.deferrals += deferred
+        plan = self.plan()
+        rows, hopeless = plan.rows, plan.hopeless
+        if rows or hopeless or plan.evicted:
+            self.deferrals += plan.deferred
+        self.steps += bool(rows)
         for row in rows:
             request = row.request
             if request.rank is None:
                 self.last_rank += 1
-                request.rank = self.last_rank
+                request.rank, request.admitted = self.last_rank, self.steps
+            request.served = self.steps
             request.blocks += row.new_blocks
             request.processed += row.count
             request.status = RequestStatus.ACTIVE
+        for request in plan.evicted:
+            request.status, request.rank = RequestStatus.QUEUED, None
+            request.blocks = request.processed = 0
+            request.input_end = len(request.tokens)
+        self.preemptions += len(plan.evicted)
         for row in rows:
             if row.request.processed == len(row.request.tokens):
                 self._sample(row.request)

@@ -39,10 +39,18 @@ class Commands(RuleBasedStateMachine):
     @initialize(
         chunk_size=st.sampled_from([None, 1, 3, 5]),
         budget=st.sampled_from([16, 7, 5, 2, 1]),
+        bound=st.sampled_from([64, 4, 2, 1]),
+        preemption=st.sampled_from(["recompute", "none"]),
         first=st.lists(st.tuples(TOKENS, LIMIT), min_size=4, max_size=6),
     )
-    def start(self, chunk_size, budget, first):
-        config = dataclasses.replace(TIGHT, chunk_size=chunk_size, max_scheduled_tokens=budget)
+    def start(self, chunk_size, budget, bound, preemption, first):
+        config = dataclasses.replace(
+            TIGHT,
+            chunk_size=chunk_size,
+            max_scheduled_tokens=budget,
+            fairness_bound=bound,
+            preemption=preemption,
+        )
         self.state = je.init_state(MODEL, config)
         self.naive = NaiveEngine(config, EOS)
         self.kept = None
@@ -156,13 +164,15 @@ class Commands(RuleBasedStateMachine):
         self.must_copy = True
 
     def compare_plan(self, plan):
-        rows, hopeless, deferred = self.naive.plan()
+        expected = self.naive.plan()
+        rows, hopeless, deferred = expected.rows, expected.hopeless, expected.deferred
         assert plan.deferred == deferred
+        assert plan.evicted.tolist() == [request.id for request in expected.evicted]
         assert plan.unserviceable.tolist() == [request.id for request in hopeless]
         assert [(row.request_id, row.num_tokens, len(row.block_ids)) for row in plan.rows] == [
             (row.request.id, row.count, row.new_blocks) for row in rows
         ]
-        if rows:
+        if rows or expected.evicted:
             assert plan.outcome == je.StepOutcome.COMMITTED
         elif hopeless:
             assert plan.outcome == je.StepOutcome.UNSERVICEABLE_REQUEST

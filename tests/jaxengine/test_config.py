@@ -18,7 +18,7 @@ COUNTS = [
     (je.RequestOptions, "max_session_tokens"),
     (je.TurnOptions, "max_generated_tokens"),
 ]
-REQUIRED = [name for name in SIZES if name != "chunk_size"] + ["max_row_retries"]
+REQUIRED = [name for name in SIZES if name not in ("chunk_size", "num_blocks")] + ["max_row_retries"]
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -47,7 +47,8 @@ def test_A5_what_is_no_integer_is_refused_by_name(options, name, value):
 def test_C2_sizes_have_no_none(name):
     with pytest.raises(TypeError, match=f"EngineConfig.{name} is None; give an integer"):
         je.EngineConfig(**{name: None})
-    assert je.EngineConfig(chunk_size=None).chunk_size is None
+    for optional in ("chunk_size", "num_blocks", "memory_fraction"):
+        assert getattr(je.EngineConfig(**{optional: None}), optional) is None
 
 
 def test_D6_a_pool_beyond_32_bit_slots_is_refused_before_anything_is_allocated():

@@ -230,18 +230,20 @@ def test_A12_leaving_a_with_block_by_an_error_closes_and_passes_it_on():
     assert handles[0].status == je.RequestStatus.CLOSED
 
 
-def test_A12_a_dropped_engine_frees_its_pages():
+def test_A12_a_dropped_engine_frees_its_pages_and_leaves_tombstones():
     engine = je.Engine(MODEL, SMALL)
     request = begun(engine)
     engine.run()
     pages = weakref.ref(engine.state.store.pages[0])
     alive = weakref.ref(engine)
     del engine
-    assert alive() is not None
-    del request
     gc.collect()
     assert alive() is None
     assert pages() is None
+    assert (request.status, request.length, request.tokens.size) == (je.RequestStatus.CLOSED, 0, 0)
+    request.close()
+    with pytest.raises(je.RequestStateError, match="CLOSED with its engine; make a new engine"):
+        request.begin_turn([1])
 
 
 def test_two_engines_over_one_model_do_not_touch():

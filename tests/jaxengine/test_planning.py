@@ -266,9 +266,10 @@ def test_C6_unserviceable_and_deferred_are_told_apart_beside_each_other():
     assert plan.deferred == 1
 
 
-def test_C6_eight_prompts_that_fill_the_pool_are_deferred_and_never_unserviceable():
-    """Without preemption they stop until the caller closes something (C11's example, scaled down)."""
-    state = begun(MODEL, *([n] * 8 for n in range(1, 4)), config=POOL)
+def test_C6_C11_without_preemption_prompts_that_fill_the_pool_wait_until_something_is_closed():
+    """C11's example, scaled down."""
+    config = dataclasses.replace(POOL, preemption="none")
+    state = begun(MODEL, *([n] * 8 for n in range(1, 4)), config=config)
     for _ in range(40):
         plan = je.plan_step(state)
         assert len(plan.unserviceable) == 0
@@ -337,6 +338,7 @@ def test_the_plain_planner_can_tell_a_wrong_order():
     twin = NaiveEngine(SMALL)
     for prompt in ([1] * 40, [2] * 3):
         twin.begin(twin.create(), prompt)
-    rows, _, deferred = twin.plan()
+    plan = twin.plan()
+    rows, deferred = plan.rows, plan.deferred
     assert [(row.request.id, row.count, row.new_blocks) for row in rows] == [(1, 15, 10), (2, 1, 1)]
     assert deferred == 0
