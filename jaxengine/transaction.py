@@ -121,23 +121,13 @@ def execute(model: Model, state: EngineState, plan: StepPlan) -> Transaction:
         ExecutionError: Anything else went wrong; all of these leave the state untouched.
         StoreLostError: The device lost the KV pool.
     """
-    require_unspent(state)
+    plan = require_executable(state, plan)
     control = state.control
     require_healthy(control)
     if model.decoder.identity != control.facts.identity:
         raise ValueError(
             "the state was made for another model; execute it with the model given to init_state"
         )
-    if plan.outcome not in (StepOutcome.COMMITTED, StepOutcome.UNSERVICEABLE_REQUEST):
-        raise ValueError(
-            f"a plan of outcome {plan.outcome.name} has nothing to execute; plan again after a change"
-        )
-    if reason := _stale(state, plan):
-        raise ValueError(f"the plan does not fit this state: {reason}; plan and execute from the same state")
-    # Unrelated requests may have come or gone, which moves the others' rows.
-    plan = dataclasses.replace(plan, index=rows_of(control, plan.request_ids))
-    if not _counts_fit(control, plan):
-        raise ValueError("the plan does not fit this state: a row has too many tokens or none; plan again")
     if len(plan.index) == 0:
         return Transaction(plan, None)
     with _failures_of(state.store):
@@ -240,6 +230,27 @@ def step(model: Model, state: EngineState) -> tuple[EngineState, tuple[EventReco
     if plan.outcome in (StepOutcome.NO_WORK, StepOutcome.CAPACITY_DEFERRED):
         return state, ()
     return commit(state, execute(model, state, plan))
+
+
+def require_executable(state: EngineState, plan: StepPlan) -> StepPlan:
+    """Returns the plan with its rows where the state's columns have them now.
+
+    Raises:
+        SpentStateError: A commit has taken the state over.
+        ValueError: The plan is not executable, or was made for another state.
+    """
+    require_unspent(state)
+    if plan.outcome not in (StepOutcome.COMMITTED, StepOutcome.UNSERVICEABLE_REQUEST):
+        raise ValueError(
+            f"a plan of outcome {plan.outcome.name} has nothing to execute; plan again after a change"
+        )
+    if reason := _stale(state, plan):
+        raise ValueError(f"the plan does not fit this state: {reason}; plan and execute from the same state")
+    # Unrelated requests may have come or gone, which moves the others' rows.
+    plan = dataclasses.replace(plan, index=rows_of(state.control, plan.request_ids))
+    if not _counts_fit(state.control, plan):
+        raise ValueError("the plan does not fit this state: a row has too many tokens or none; plan again")
+    return plan
 
 
 def _stale(state: EngineState, plan: StepPlan) -> str | None:
