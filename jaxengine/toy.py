@@ -1,20 +1,33 @@
-"""A decoder whose next token can be worked out by hand, so that the engine is tested with no weights.
+"""A decoder whose next token can be worked out by hand, for testing what drives an engine without any weights.
 
-One layer, one head. A token t at position p has the attention weight `2 ** ((t + p) % 3)` by its key and the number
-`1 + (5 * t + 3 * p) % 31` by its value; the next token is the weighted sum of the numbers of all that a query sees,
-modulo `LETTERS`. So one key or value that is missing, foreign, stale or at a wrong position changes the token:
-`next_token` is the same in plain Python. Logits fall by `SLOPE` a step of the circle from that token on, so every
-distribution is known too, and ids from `LETTERS` on have logit -inf in every row.
+It has one attention layer with one head. The next token is the sum of `weight` times `number` over all tokens that the
+last one sees, modulo `LETTERS`; a token's key holds its weight, its value its numbers. After 3 at position 0 and 1 at
+position 1, which is the last and so chooses channel 1:
 
-Three inputs make trouble: logits are NaN after the token `NAN`, all -inf after `ALL_MASKED`, and NaN everywhere
-under `with_params(model, poison=True)`.
+    weight(3, 0) * number(3, 0, 1) = WEIGHTS[4 * 0 % 67 % 6] * NUMBERS[4 * 2 % 67 % 24] = 1 * 10
+    weight(1, 1) * number(1, 1, 1) = WEIGHTS[2 * 1 % 67 % 6] * NUMBERS[2 * 3 % 67 % 24] = 5 * 8
+    next_token([3, 1]) = (10 + 40) % 28 = 22
+
+A key or value that is missing, foreign, stale, one too many or at a wrong position changes one of the next three tokens
+(if several are wrong, but for a chance in 28 ** 3), and `continuation` says in plain Python what they must be. To test
+a scheduling policy, run prompts under it, in whatever batches and chunks it makes, and compare:
+
+    engine = jaxengine.Engine(toy_model(), jaxengine.EngineConfig(num_blocks=64))
+    request = engine.create_request()
+    request.begin_turn([3, 1], jaxengine.TurnOptions(max_generated_tokens=5))
+    while engine.has_pending_requests():
+        engine.run()
+    assert request.tokens.tolist() == [3, 1, *continuation([3, 1], 5)]
+
+Logits fall by `SLOPE` a step of the circle from the next token on, so every distribution is known (`logits_after`); ids
+from `LETTERS` on have logit -inf. Three inputs make trouble: logits are NaN after the token `NAN`, all -inf after
+`ALL_MASKED`, and NaN everywhere under `with_params(model, poison=True)`. Sums are exact up to `CONTEXT` tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,10 +45,21 @@ NAN, ALL_MASKED = 28, 29
 SLOPE = 0.25
 CONTEXT = 64
 
+# Odd weights that differ modulo 7, and numbers that 7 does not divide: modulo 28 = 4 * 7 no product is 0, and two
+# products that share a factor differ. So one key more or fewer, or one wrong key or value, always changes the sum, as
+# long as the one key of position 0 is seen, which sets its scale.
+WEIGHTS = (1, 3, 5, 9, 11, 13)
+NUMBERS = tuple(n for n in range(LETTERS) if n % 7)
+# Each value holds a number a channel, and queries take turns with the channels: wrong keys whose products happen to
+# cancel in one token's sum come to light in the next.
+CHANNELS = 3
+# A prime above any token and position, so that tokens differ at each position, and positions under each token.
+PRIME = 67
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ToyDecoder:
-    """See the head of this file; a `jaxengine.programs.Decoder`."""
+    """See the head of this file; a `jaxengine.programs.Decoder`, made by `toy_model`."""
 
     layers: tuple[AttentionSpec, ...]
     vocab_size: int
@@ -50,28 +74,49 @@ class ToyDecoder:
         attention: Attention,
         logits_rows: jax.Array,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Logits float32[R, VOCAB] and what attention staged."""
-        rank = ((tokens + positions) % 3).astype(jnp.float32)
-        number = (1 + (5 * tokens + 3 * positions) % 31).astype(jnp.float32)
-        query = jnp.broadcast_to(jnp.array([1.0, 0.0], jnp.float32), (*tokens.shape, 2))
-        key = jnp.stack([rank * np.float32(math.log(2)), jnp.zeros_like(rank)], axis=-1)
-        # Attention divides by the sum of the weights; a mean of their inverses, times the count, gives that sum.
-        value = jnp.stack([number, jnp.exp2(-rank)], axis=-1)
+        """Returns logits float32[rows, VOCAB] and what attention staged; tokens and positions are int32[tokens].
+
+        Logits are NaN where the key of position 0 is not seen.
+        """
+        weights = jnp.array(WEIGHTS, jnp.float32)[_mixed(tokens, positions) % len(WEIGHTS)]
+        numbers = [
+            jnp.array(NUMBERS, jnp.float32)[_mixed(tokens, positions + 1 + channel) % len(NUMBERS)]
+            for channel in range(CHANNELS)
+        ]
+        # Attention divides by the sum of the weights. Position 0, of weight 1, says by how much. Numbers are stored
+        # less one, so that an empty slot, all zeros, reads as weight 1 and number 1 and does not go unnoticed.
+        first = (positions == 0).astype(jnp.float32)
+        value = jnp.stack([*(held - 1.0 for held in numbers), first], axis=-1)
+        on_first_axis = jnp.zeros(CHANNELS + 1, jnp.float32).at[0].set(1.0)
+        query = jnp.broadcast_to(on_first_axis, value.shape)
+        key = jnp.log(weights)[:, None] * on_first_axis
         seen, staged = attention(self.layers[0], query[:, None], key[:, None], value[:, None])
         seen, last = seen[logits_rows, 0], tokens[logits_rows]
-        count = (positions[logits_rows] + 1).astype(jnp.float32)
-        chosen = jnp.round(seen[:, 0] / seen[:, 1] * count).astype(jnp.int32) % LETTERS
+        sums = (seen[:, :CHANNELS] + 1.0) / seen[:, CHANNELS:]
+        channel = positions[logits_rows] % CHANNELS
+        chosen = jnp.round(jnp.take_along_axis(sums, channel[:, None], axis=1)) % LETTERS
         ids = jnp.arange(VOCAB)
-        behind = ((ids - chosen[:, None]) % LETTERS).astype(jnp.float32)
+        behind = (ids.astype(jnp.float32) - chosen) % LETTERS
         logits = jnp.where(ids < LETTERS, -np.float32(SLOPE) * behind, -jnp.inf)
         logits = jnp.where((last == ALL_MASKED)[:, None], -jnp.inf, logits)
         logits = jnp.where((last == NAN)[:, None], jnp.nan, logits)
         return logits + params["poison"], (staged,)
 
 
+def weight(token: int, position: int) -> int:
+    """The attention weight of a token's key, before attention divides by the sum of all weights."""
+    return WEIGHTS[_mixed(token, position) % len(WEIGHTS)]
+
+
+def number(token: int, position: int, channel: int) -> int:
+    """What a token's value holds in a channel."""
+    return NUMBERS[_mixed(token, position + 1 + channel) % len(NUMBERS)]
+
+
 def next_token(prefix: Sequence[int]) -> int:
-    """The arg-max after `prefix`."""
-    return sum(2 ** ((t + p) % 3) * (1 + (5 * t + 3 * p) % 31) for p, t in enumerate(prefix)) % LETTERS
+    """The arg-max after `prefix`, which must not be empty."""
+    channel = (len(prefix) - 1) % CHANNELS
+    return sum(weight(t, p) * number(t, p, channel) for p, t in enumerate(prefix)) % LETTERS
 
 
 def continuation(prefix: Sequence[int], count: int) -> list[int]:
@@ -88,10 +133,14 @@ def logits_after(prefix: Sequence[int]) -> np.ndarray:
     return np.where(ids < LETTERS, -SLOPE * ((ids - next_token(prefix)) % LETTERS), -np.inf)
 
 
+def _mixed(token: Any, position: Any) -> Any:
+    return (token + 1) * position % PRIME
+
+
 @functools.cache
 def _decoder() -> tuple[ToyDecoder, Programs]:
     spec = AttentionSpec(
-        layer=0, num_heads=1, num_kv_heads=1, head_dim=2, scale=1.0, kv_dtype=np.dtype(np.float32)
+        layer=0, num_heads=1, num_kv_heads=1, head_dim=CHANNELS + 1, scale=1.0, kv_dtype=np.dtype(np.float32)
     )
     decoder = ToyDecoder((spec,), VOCAB, {"poison": jnp.zeros((), jnp.float32)}, "toy")
     return decoder, Programs(decoder)

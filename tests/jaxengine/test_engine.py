@@ -485,7 +485,8 @@ def test_metrics_add_up(engine):
         0,
     )
     assert metrics.pool_tokens == SMALL.num_blocks * SMALL.block_size == 64
-    assert metrics.pool_bytes == 64 * 2 * 2 * 4
+    (spec,) = MODEL.decoder.layers
+    assert metrics.pool_bytes == 64 * 2 * spec.head_dim * 4
     requests = [begun(engine, [1] * 40, 1), begun(engine, [2] * 40, 1)]
     engine.run()
     metrics = engine.metrics

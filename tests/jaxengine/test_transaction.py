@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 import jaxengine as je
-from jaxengine import blocks
+from jaxengine import blocks, toy
 from jaxengine.programs import Programs
 from jaxengine.state import row_of
 from jaxengine.toy import NAN, ToyDecoder, continuation, with_params
@@ -207,10 +207,12 @@ def test_E4_the_cache_always_holds_exactly_the_committed_tokens(script):
         for row, kv in enumerate(slots):
             tokens = new.control.tokens.read(row, 0, int(requests.processed[row]))
             position = np.arange(len(tokens))
-            rank = (tokens + position) % 3
-            np.testing.assert_allclose(kv[:, 0, 0, 0], rank * np.log(2), rtol=1e-6)
-            np.testing.assert_allclose(kv[:, 1, 0, 0], 1 + (5 * tokens + 3 * position) % 31)
-            np.testing.assert_allclose(kv[:, 1, 0, 1], 2.0**-rank)
+            weights = list(map(toy.weight, tokens, position))
+            np.testing.assert_allclose(kv[:, 0, 0, 0], np.log(weights), rtol=1e-6)
+            for channel in range(toy.CHANNELS):
+                numbers = [toy.number(t, p, channel) for p, t in enumerate(tokens)]
+                np.testing.assert_array_equal(kv[:, 1, 0, channel], np.array(numbers) - 1)
+            np.testing.assert_array_equal(kv[:, 1, 0, toy.CHANNELS], position == 0)
         tables = [values for values in readable(new, new) if values.ndim == 1]
         residents = np.flatnonzero(requests.place >= 0)
         for row, table in zip(residents, tables, strict=True):
