@@ -20,7 +20,7 @@ def leaves(state: je.EngineState) -> list[Any]:
     """Every leaf and every piece of metadata of a state, copied, for comparing states exactly."""
     control = state.control
     arrays = [np.array(leaf, copy=True) for leaf in jax.tree.leaves(state)]
-    return [*arrays, control.events, control.config, control.facts]
+    return [*arrays, control.events, control.suspects, control.failure, control.config, control.facts]
 
 
 def assert_same(before: list[Any], after: list[Any]) -> None:

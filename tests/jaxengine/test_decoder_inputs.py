@@ -19,8 +19,9 @@ from jaxengine.decoder_inputs import (
     table_bucket,
 )
 from jaxengine.state import row_of
+from jaxengine.toy import CONTEXT
+from tests.jaxengine.harness import SMALL, assert_same, begun, leaves, tokens_of
 from tests.jaxengine.scripts import MODEL, commands, steps
-from tests.jaxengine.toy import CONTEXT, SMALL, assert_same, begun, leaves, tokens_of
 
 EXPORTS = Path(__file__).parents[1] / "fixtures" / "models" / "paged-fp16"
 DTYPES = dict.fromkeys(DecoderInputs._fields, np.int32) | dict.fromkeys(
