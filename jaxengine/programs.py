@@ -194,7 +194,10 @@ def destinations(control: Control, plan: StepPlan, bucket: Bucket) -> Destinatio
     from_reserve = column[used] - held[token_row]
     fresh = from_reserve >= 0
     block[used][fresh] = plan.reserved[(first_reserved[token_row] + from_reserve)[fresh]]
-    for i in np.flatnonzero(plan.past < held * size):
+    # Nearly every row of a large batch: one token into the last block of its table.
+    last = (plan.num_tokens == 1) & (plan.num_reserved == 0) & (plan.past // size == held - 1)
+    block[plan.offsets[last]] = control.blocks.last(plan.index[last])
+    for i in np.flatnonzero((plan.past < held * size) & ~last):
         start, stop = plan.offsets[i], plan.offsets[i] + plan.num_tokens[i]
         columns = column[start:stop]
         known = control.blocks.read(

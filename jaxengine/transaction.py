@@ -27,12 +27,12 @@ from jaxengine.errors import (
     StepError,
     StoreLostError,
 )
-from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason
+from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason, Usage
 from jaxengine.faults import Stage, reach
 from jaxengine.logs import LogTable
 from jaxengine.planning import StepOutcome, StepPlan, plan_step
 from jaxengine.programs import Destinations, ForwardResult, Programs, bucket_for, destinations, pack
-from jaxengine.requests import finish_turn, usage_of
+from jaxengine.requests import finish_turn
 from jaxengine.state import (
     ADMISSIONS,
     DEFERRALS,
@@ -377,22 +377,34 @@ def _with_tokens(control: Control, index: np.ndarray, plan: StepPlan, chosen: np
     )
     done = reasons != FinishReason.NONE
     control = replace_rows(control, rows[done], status=RequestStatus.TURN_COMPLETE)
-    events = []
-    for row, token, reason, eos in zip(rows, tokens.tolist(), reasons.tolist(), is_eos, strict=True):
-        flags = EngineEventFlags.NONE if eos else EngineEventFlags.TOKEN
-        if reason:
-            flags |= EngineEventFlags.TURN_FINISHED
-        events.append(
-            EventRecord(
-                request_id=int(requests.id[row]),
-                turn_id=int(requests.turn[row]),
-                flags=flags,
-                token=-1 if eos else token,
-                finish_reason=FinishReason(reason),
-                usage=usage_of(control, int(row)),
-            )
+    columns = (requests.id, requests.turn, requests.prompt_tokens, generated)
+    events = [
+        EventRecord(
+            request_id=request_id,
+            turn_id=turn,
+            flags=_TOKEN_FLAGS[bool(eos), reason != FinishReason.NONE],
+            token=-1 if eos else token,
+            finish_reason=_REASONS[reason],
+            usage=Usage(prompt_tokens, generated_tokens),
         )
+        for token, reason, eos, request_id, turn, prompt_tokens, generated_tokens in zip(
+            tokens.tolist(),
+            reasons.tolist(),
+            is_eos,
+            *(column[rows].tolist() for column in columns),
+            strict=True,
+        )
+    ]
     return control.replace(events=(*control.events, *events))  # type: ignore[attr-defined]
+
+
+# Looking enumerations up is much of the time of a step of thousands of rows.
+_REASONS = list(FinishReason)
+_TOKEN_FLAGS = {
+    (False, False): EngineEventFlags.TOKEN,
+    (False, True): EngineEventFlags.TOKEN | EngineEventFlags.TURN_FINISHED,
+    (True, True): EngineEventFlags.TURN_FINISHED,
+}
 
 
 def _publish(store: Store, staged: StagedStep | None, donate: bool) -> Store:

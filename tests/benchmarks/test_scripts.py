@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks import decode_throughput, pool_scatter, report, weight_accuracy
+from benchmarks import decode_throughput, host_time, pool_scatter, report, weight_accuracy
 from tests.onnx_import.reference import model
 
 FIGURE = (int, float)
@@ -15,6 +15,7 @@ MAINS = {
     "decode_throughput": (decode_throughput.main, ["--folder", str(model("cpu-int4"))]),
     "weight_accuracy": (weight_accuracy.main, ["--int4", str(model("cpu-int4"))]),
     "pool_scatter": (pool_scatter.main, ["--pool-mib", "1"]),
+    "host_time": (host_time.main, []),
 }
 
 
@@ -126,6 +127,32 @@ def test_pool_scatter(tmp_path, capsys):
         assert (row["aliased_bytes"] >= pool_bytes) == (row["form"] == "in place")
         if row["form"] == "copying":
             assert row["time_ratio"] == row["memory_ratio"] == 1
+
+
+def test_host_time(tmp_path, capsys):
+    sizes = ["--residents", "2", "16", "--contexts", "20", "40", "--waiting", "1", "9", "--context", "20"]
+    options = [*sizes, "--at", "3", "--steps", "4", "--model", str(model("cpu-fp32"))]
+    record = run("host_time", tmp_path, capsys, *options)
+    cases = [(row["varied"], row["residents"], row["context"], row["waiting"]) for row in record["rows"]]
+    assert cases == [
+        ("residents", 2, 20, 0),
+        ("residents", 16, 20, 0),
+        ("context", 3, 20, 0),
+        ("context", 3, 40, 0),
+        ("waiting", 3, 20, 1),
+        ("waiting", 3, 20, 9),
+    ]
+    for row in record["rows"]:
+        check_figures(row["seconds"], ("plan", "execute", "commit", "drain", "step"))
+        assert row["seconds"]["step"] >= max(row["seconds"][part] for part in ("plan", "execute", "commit"))
+    check_figures(record["growth"], ("residents", "context", "waiting"))
+    check_figures(record, ("share_of_model_step",))
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 1.5])
+def test_growth_is_the_exponent_of_a_power_law(exponent):
+    sizes = [16, 64, 1024]
+    assert host_time.growth(sizes, [3e-4 * n**exponent for n in sizes]) == pytest.approx(exponent, abs=1e-9)
 
 
 def test_perplexity_is_that_of_the_given_probabilities():
