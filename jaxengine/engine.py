@@ -149,7 +149,6 @@ class Engine:
         if state.control.facts.identity != self._model.decoder.identity:
             raise ValueError("the state was made for another model; attach it to an engine of that model")
         self._state = state
-        self._cause = None
         return {request_id: self._hand_out(request_id) for request_id in state.control.requests.id.tolist()}
 
     def close(self) -> None:
@@ -224,7 +223,8 @@ class Engine:
             self._abandoned.popleft()
 
     def _forget(self) -> None:
-        """Handles of the state that was are no concern of a later one."""
+        """Handles and the failure of the state that was are no concern of a later one."""
+        self._cause = None
         self._handles = weakref.WeakValueDictionary()
         self._abandoned = collections.deque()
 
@@ -260,7 +260,9 @@ class Engine:
     def _fail(self, plan: StepPlan | None, error: StepError) -> None:
         rows: list[Any] = [] if plan is None else plan.request_ids.tolist()
         self._state = failures.after_failure(self.state, rows, error)
-        self._cause = error
+        if self._state.control.failure is not None:
+            # Kept only then: its traceback holds on to the arrays of the step.
+            self._cause = error
 
     def _event(self, record: EventRecord) -> Event | None:
         request = self._handles.get(record.request_id)
