@@ -42,12 +42,8 @@ class Engine:
 
         Raises:
             TypeError: `model` is no Model or `config` no EngineConfig.
-            ValueError: The pool's size was left open and the free memory is too small for it.
+            ValueError: The free memory is too small for the pool, of the given size or of any.
         """
-        if not isinstance(model, Model):
-            raise TypeError(f"the model is {model!r}; give what load_model returned")
-        if not isinstance(config, EngineConfig | None):
-            raise TypeError(f"the config is {config!r}; give an EngineConfig or nothing")
         self._model = model
         self._owner = threading.get_ident()
         self._handles: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()

@@ -28,6 +28,12 @@ class Model:
     programs: Programs
 
 
+def require_model(model: object) -> None:
+    """Raises `TypeError` unless `model` is a Model."""
+    if not isinstance(model, Model):
+        raise TypeError(f"the model is {model!r}; give what load_model returned")
+
+
 def load_model(folder: str | os.PathLike[str], weights: Literal["exact", "fast"] = "exact") -> Model:
     """Loads a model folder that the ONNX Runtime GenAI model builder wrote.
 

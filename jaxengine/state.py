@@ -229,7 +229,16 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
 
     Returns:
         A state with an empty pool; no two of its arrays share memory.
+
+    Raises:
+        TypeError: `model` is no Model or `config` no EngineConfig.
+        ValueError: The free memory is too small for the pool, of the given size or of any.
     """
+    from jaxengine.model import require_model  # it needs this module
+
+    require_model(model)
+    if not isinstance(config, EngineConfig):
+        raise TypeError(f"the config is {config!r}; give an EngineConfig")
     config = resolve_config(model, config)
     search = tuple(sorted((key, value) for key, value in model.config.search.items() if _is_plain(value)))
     facts = ModelFacts(
@@ -267,7 +276,12 @@ def _is_plain(value: object) -> bool:
 
 
 def require_unspent(state: EngineState) -> None:
-    """Raises `SpentStateError` if a commit has taken this state's store over."""
+    """Raises `SpentStateError` if a commit has taken this state's store over, `TypeError` if it is no state."""
+    if not isinstance(state, EngineState):
+        raise TypeError(
+            f"the state is a {type(state).__name__}; give an EngineState, "
+            "which the calls that change one return in front of their result"
+        )
     if state.store.lease.spent:
         raise SpentStateError(
             "this state was spent by a commit: use the state that commit returned, "

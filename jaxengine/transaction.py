@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +29,7 @@ from jaxengine.errors import (
 from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason, Usage
 from jaxengine.faults import Stage, reach
 from jaxengine.logs import LogTable
+from jaxengine.model import Model, require_model
 from jaxengine.planning import StepOutcome, StepPlan, plan_step
 from jaxengine.programs import Destinations, ForwardResult, Programs, bucket_for, destinations, pack
 from jaxengine.requests import finish_turn
@@ -49,9 +49,6 @@ from jaxengine.state import (
     row_of,
     rows_of,
 )
-
-if TYPE_CHECKING:
-    from jaxengine.model import Model
 
 
 @dataclasses.dataclass(eq=False)
@@ -112,6 +109,7 @@ def execute(model: Model, state: EngineState, plan: StepPlan) -> Transaction:
         The transaction; drop it to roll the step back.
 
     Raises:
+        TypeError: An argument is of another type.
         SpentStateError: A commit has taken the state over.
         EngineError: A failure has ended the engine's work.
         ValueError: The plan is not executable, or was made for another state or model.
@@ -121,6 +119,7 @@ def execute(model: Model, state: EngineState, plan: StepPlan) -> Transaction:
         ExecutionError: Anything else went wrong; all of these leave the state untouched.
         StoreLostError: The device lost the KV pool.
     """
+    require_model(model)
     plan = require_executable(state, plan)
     control = state.control
     require_healthy(control)
@@ -193,6 +192,7 @@ def commit(
         The next state, and the events that this commit appended to its queue.
 
     Raises:
+        TypeError: An argument is of another type.
         SpentStateError: Another commit has taken the state over.
         EngineError: A failure has ended the engine's work.
         StaleTransactionError: The transaction was committed already, or its requests, tables or pool have changed
@@ -202,6 +202,8 @@ def commit(
     """
     require_unspent(state)
     require_healthy(state.control)
+    if not isinstance(transaction, Transaction):
+        raise TypeError(f"the transaction is a {type(transaction).__name__}; give what execute returned")
     if transaction.fate.committed:
         raise StaleTransactionError("this transaction was committed already; execute the next plan instead")
     if reason := _stale(state, transaction.plan):
@@ -236,10 +238,13 @@ def require_executable(state: EngineState, plan: StepPlan) -> StepPlan:
     """Returns the plan with its rows where the state's columns have them now.
 
     Raises:
+        TypeError: `plan` is no StepPlan.
         SpentStateError: A commit has taken the state over.
         ValueError: The plan is not executable, or was made for another state.
     """
     require_unspent(state)
+    if not isinstance(plan, StepPlan):
+        raise TypeError(f"the plan is a {type(plan).__name__}; give what plan_step returned")
     if plan.outcome not in (StepOutcome.COMMITTED, StepOutcome.UNSERVICEABLE_REQUEST):
         raise ValueError(
             f"a plan of outcome {plan.outcome.name} has nothing to execute; plan again after a change"

@@ -191,8 +191,8 @@ def test_A8_a_turn_id_that_is_none_cancels_nothing(engine, turn_id):
         (("folder",), "the model is 'folder'; give what load_model returned"),
         ((None,), "the model is None"),
         ((MODEL.decoder,), "give what load_model returned"),
-        ((MODEL, {"num_blocks": 4}), "give an EngineConfig or nothing"),
-        ((MODEL, 4), "the config is 4; give an EngineConfig or nothing"),
+        ((MODEL, {"num_blocks": 4}), "give an EngineConfig"),
+        ((MODEL, 4), "the config is 4; give an EngineConfig"),
     ],
 )
 def test_T2_an_engine_needs_a_model_and_a_config(arguments, words):
