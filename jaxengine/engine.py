@@ -117,10 +117,15 @@ class Engine:
         return requests.has_pending_work(self.state)
 
     def detach(self) -> EngineState:
-        """Hands the state over and leaves the engine without one; its handles become closed tombstones."""
+        """Hands the state over and leaves the engine without one; its handles become closed tombstones for good.
+
+        Raises:
+            EngineError: The engine is closed or detached, or the call comes from another thread.
+        """
         self._enter()
-        state, self._state = self.state, None
+        state = self.state
         self._forget()
+        self._state = None
         return state
 
     def attach(self, state: EngineState) -> dict[int, Request]:
@@ -133,7 +138,8 @@ class Engine:
             A handle for each of its requests by id; a request whose handle is dropped is closed.
 
         Raises:
-            EngineError: The engine is closed, or still has a state.
+            TypeError: `state` is no EngineState.
+            EngineError: The engine is closed, still has a state, or the call comes from another thread.
             SpentStateError: A commit has taken the state over.
             ValueError: The state was made for another model.
         """
@@ -144,8 +150,11 @@ class Engine:
         require_unspent(state)
         if state.control.facts.identity != self._model.decoder.identity:
             raise ValueError("the state was made for another model; attach it to an engine of that model")
-        self._state = state
-        return {request_id: self._hand_out(request_id) for request_id in state.control.requests.id.tolist()}
+        with interrupts_deferred():
+            self._state = state
+            return {
+                request_id: self._hand_out(request_id) for request_id in state.control.requests.id.tolist()
+            }
 
     def close(self) -> None:
         """Drops the state and its memory; handles stay as closed tombstones. Closing twice is nothing.
@@ -179,14 +188,26 @@ class Engine:
         self._state, result = transition(self.state, *args, **kwargs)
         return result
 
-    def pull(self, request: Request) -> list[Event] | None:
-        """At most one event of `request` or of the engine as a whole, if need be after a step; None at its end."""
-        self._enter()
-        if request.status not in (RequestStatus.QUEUED, RequestStatus.ACTIVE):
-            return self._drain(1, request.id) or None
-        return self._drain(1, request.id) or self._after_step(request)
+    def state_of(self, request: Request) -> EngineState | None:
+        """The current state if `request` is a handle to something in it, else None; any thread may ask."""
+        # Read once: the owner may take the state away in the meantime.
+        state = self._state
+        return state if self._handles.get(request.id) is request else None
 
-    def _after_step(self, request: Request) -> list[Event]:
+    def pull(self, request: Request) -> list[Event] | None:
+        """At most one event of `request` or of the engine as a whole, if need be after a step; None at its end.
+
+        Its end is when its turn is over and its own events are drained: what the engine says later is for others.
+        """
+        if self.state_of(request) is None:
+            return None
+        self._enter()
+        live = request.status in (RequestStatus.QUEUED, RequestStatus.ACTIVE)
+        if not live and not requests.has_undrained(self.state, request.id):
+            return None
+        events = self._drain(1, request.id)
+        if events or not live:
+            return events
         self._step()
         return self._drain(1, request.id)
 
@@ -213,6 +234,9 @@ class Engine:
     def _enter(self) -> None:
         """The boundary of every call: checks the owner and reclaims requests whose last handle is gone."""
         self._require_owner()
+        self._reclaim()
+
+    def _reclaim(self) -> None:
         while self._abandoned:
             # Taken off only when it is closed, so that a Ctrl-C between the two loses no request.
             self._state = requests.close_request(self.state, self._abandoned[0])

@@ -142,7 +142,7 @@ class Request:
 
         Events of other requests stay retained for whoever runs or iterates next. Closing the request ends the iterator.
         """
-        return EventStream(lambda: None if self._state() is None else self._engine().pull(self))
+        return EventStream(self._pull)
 
     def close(self) -> None:
         """Frees the request's blocks and place and drops its undrained events. Closing twice is nothing."""
@@ -153,13 +153,20 @@ class Request:
 
     def _engine(self) -> Engine:
         engine = self._engine_ref()
-        if engine is None or not engine.has_state:
-            raise RequestStateError(f"request {self.id} is CLOSED with its engine; make a new engine")
+        if engine is None or engine.state_of(self) is None:
+            raise RequestStateError(
+                f"request {self.id} is CLOSED with its engine; make a new engine, "
+                "or use the handle that attach returned"
+            )
         return engine
 
     def _state(self) -> EngineState | None:
         engine = self._engine_ref()
-        return engine.state if engine is not None and engine.has_state else None
+        return None if engine is None else engine.state_of(self)
+
+    def _pull(self) -> list[Event] | None:
+        engine = self._engine_ref()
+        return None if engine is None else engine.pull(self)
 
     def _count(self, column: str) -> int:
         state = self._state()

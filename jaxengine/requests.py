@@ -135,7 +135,7 @@ def begin_turn(
         raise RequestStateError(
             f"request {request_id} is {status.name}; begin a turn once its current one has finished"
         )
-    if any(event.request_id == request_id for event in control.events):
+    if has_undrained(state, request_id):
         raise RequestStateError(
             f"request {request_id} has events that were not drained; drain them before the next turn"
         )
@@ -287,6 +287,11 @@ def status_of(state: EngineState, request_id: int) -> RequestStatus:
     """
     row = _row(state.control, request_id)
     return RequestStatus.CLOSED if row < 0 else RequestStatus(state.control.requests.status[row])
+
+
+def has_undrained(state: EngineState, request_id: int) -> bool:
+    """Returns True while events of the request wait to be drained."""
+    return any(event.request_id == request_id for event in state.control.events)
 
 
 def has_pending_work(state: EngineState) -> bool:
