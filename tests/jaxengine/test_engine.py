@@ -1,13 +1,11 @@
-"""The shell around the core: handles, closing, threads and interrupts, as an unkind user would try them (A1, A9 to A13,
-B1, E2)."""
+"""The shell around the core: handles, closing, and interrupts, as an unkind user would try them (A1, A9 to A12, B1,
+E2)."""
 
 import copy
 import dataclasses
 import gc
 import os
-import queue
 import signal
-import threading
 import weakref
 
 import numpy as np
@@ -256,66 +254,6 @@ def test_two_engines_over_one_model_do_not_touch():
         assert answered(other, [8, 8])
         first.close()
         assert answered(other, [8, 8])
-
-
-# Threads
-
-
-def elsewhere(call):
-    """What `call` returned or raised in another thread."""
-    answers = queue.Queue()
-
-    def run():
-        try:
-            answers.put(call())
-        except Exception as error:
-            answers.put(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return answers.get()
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda engine, request: engine.run(),
-        lambda engine, request: engine.run(0),
-        lambda engine, request: engine.create_request(),
-        lambda engine, request: engine.has_pending_requests(),
-        lambda engine, request: request.begin_turn([1]),
-        lambda engine, request: request.cancel_turn(1),
-        lambda engine, request: request.close(),
-    ],
-)
-def test_A13_a_call_from_another_thread_is_refused_and_does_nothing(engine, call):
-    request = begun(engine)
-    before = leaves(engine.state)
-    error = elsewhere(lambda: call(engine, request))
-    assert isinstance(error, je.EngineError)
-    assert "belongs to the thread that made it" in str(error)
-    assert_same(before, leaves(engine.state))
-    run_out(engine)
-    assert answered(request)
-
-
-def test_A13_the_last_handle_may_go_in_another_thread(engine):
-    handles = [begun(engine)]
-    engine.run()
-    elsewhere(handles.clear)
-    assert not engine.has_pending_requests()
-    assert engine.metrics.free_blocks == SMALL.num_blocks
-
-
-def test_A13_an_engine_lives_in_whatever_thread_makes_it():
-    def serve():
-        with je.Engine(MODEL, SMALL) as engine:
-            request = begun(engine)
-            run_out(engine)
-            return request.tokens.tolist()
-
-    assert elsewhere(serve) == PROMPT + continuation(PROMPT, 4)
 
 
 # Errors and interrupts in the middle
