@@ -1,7 +1,7 @@
 """How large the KV pool is when nobody said: a share of the free memory, but no more than a full batch can use.
 
-Memory for one step's staged keys and values is set aside first. A static batch has one block a request, as long as the
-longest session: that makes its cache contiguous.
+Memory for one step's staged keys and values and for the block table is set aside first. A static batch has one block a
+request, as long as the longest session: that makes its cache contiguous.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ _log = logging.getLogger(__name__)
 ACCELERATOR_FRACTION, HOST_FRACTION = 0.9, 0.25
 
 
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that the host's or the device's memory is used up."""
+    on_device = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    return on_device or isinstance(error, MemoryError)
+
+
 def kv_bytes_per_token(model: Model) -> int:
     """Bytes of one token's keys and values over all layers."""
     return sum(
@@ -40,7 +46,7 @@ def free_memory(device: jax.Device) -> int:
 
 
 def resolve_config(model: Model, config: EngineConfig, free_bytes: int | None = None) -> EngineConfig:
-    """Returns `config` with the size of the pool settled.
+    """Returns `config` with the size of the pool settled; a pool of given size only has to fit.
 
     Args:
         model: Its attention layers size a block.
@@ -48,7 +54,8 @@ def resolve_config(model: Model, config: EngineConfig, free_bytes: int | None = 
         free_bytes: Free memory; None asks the default device.
 
     Raises:
-        ValueError: The free memory holds no block, or no static batch; or a static batch is given a number of blocks.
+        ValueError: The free memory holds no block, no static batch, or not the pool of the given size; or a static
+            batch is given a number of blocks.
     """
     longest, rows = model.config.max_length, config.max_batch_size
     if config.batching == "static":
@@ -57,28 +64,42 @@ def resolve_config(model: Model, config: EngineConfig, free_bytes: int | None = 
                 "EngineConfig.num_blocks is given for a static batch, which has one block a request; leave it out"
             )
         config = dataclasses.replace(config, block_size=longest)
-    if config.num_blocks is not None:
-        return config
     device = jax.devices()[0]
     free = free_memory(device) if free_bytes is None else free_bytes
-    fraction = config.memory_fraction
-    if fraction is None:
-        fraction = HOST_FRACTION if device.platform == "cpu" else ACCELERATOR_FRACTION
     per_token = kv_bytes_per_token(model)
-    staging = config.max_scheduled_tokens * per_token
-    fitting = int(free * fraction - staging) // (per_token * config.block_size)
-    useful = rows * int(blocks_for(longest, config.block_size))
-    if fitting < (rows if config.batching == "static" else 1):
+    per_block = per_token * config.block_size
+    width = int(blocks_for(model.config.context_length, config.block_size))
+    if config.num_blocks is None:
+        fraction = config.memory_fraction
+        if fraction is None:
+            fraction = HOST_FRACTION if device.platform == "cpu" else ACCELERATOR_FRACTION
+        aside = config.max_scheduled_tokens * per_token + _table_bytes(rows, width)
+        # A pool is indexed by int32 token slots.
+        fitting = min(int(free * fraction - aside) // per_block, (2**31 - 1) // config.block_size)
+        if fitting < (rows if config.batching == "static" else 1):
+            raise ValueError(
+                f"{fraction} of {_mib(free)} of free memory, less {_mib(aside)} for one step's staging and the block "
+                f"table, is too little for a KV cache in blocks of {_mib(per_block)}; "
+                "use a larger EngineConfig.memory_fraction or smaller limits"
+            )
+        useful = rows * int(blocks_for(longest, config.block_size))
+        config = dataclasses.replace(config, num_blocks=min(fitting, useful))
+    num_blocks = config.num_blocks or 0
+    needed = num_blocks * per_block + _table_bytes(rows, min(width, num_blocks))
+    if needed > free:
         raise ValueError(
-            f"{fraction} of {free >> 20} MiB of free memory, less {staging >> 20} MiB of one step's staging, is too "
-            f"little for the KV cache; use a larger EngineConfig.memory_fraction or smaller limits"
+            f"a KV cache of {num_blocks} blocks of {config.block_size} tokens takes {_mib(needed)} with its block "
+            f"table, and {_mib(free)} are free; use a smaller EngineConfig.num_blocks or max_batch_size"
         )
-    # A pool is indexed by int32 token slots.
-    num_blocks = min(fitting, useful, (2**31 - 1) // config.block_size)
     _log.info(
-        "KV pool: %d blocks of %d tokens, %.1f MiB",
-        num_blocks,
-        config.block_size,
-        num_blocks * config.block_size * per_token / 2**20,
+        "KV pool: %d blocks of %d tokens, %s", num_blocks, config.block_size, _mib(num_blocks * per_block)
     )
-    return dataclasses.replace(config, num_blocks=num_blocks)
+    return config
+
+
+def _table_bytes(rows: int, width: int) -> int:
+    return 4 * rows * width
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB"

@@ -21,7 +21,7 @@ from jaxengine.config import EngineConfig
 from jaxengine.errors import EngineError, SpentStateError
 from jaxengine.events import EngineErrorCode, EventRecord
 from jaxengine.logs import LogTable
-from jaxengine.sizing import resolve_config
+from jaxengine.sizing import ran_out_of_memory, resolve_config
 
 if TYPE_CHECKING:
     from jaxengine.model import Model
@@ -263,11 +263,20 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
     )
     # Made by the device, one by one: a shared zeros array could not be donated, and `jnp.zeros` may return one.
     make = jax.jit(jnp.zeros, static_argnums=(0, 1))
-    pages = tuple(
-        make((control.num_blocks, 2, spec.num_kv_heads, config.block_size, spec.head_dim), spec.kv_dtype)
-        for spec in model.decoder.layers
-    )
-    table = make((config.max_batch_size, control.table_width), np.dtype(np.int32))
+    try:
+        pages = tuple(
+            make((control.num_blocks, 2, spec.num_kv_heads, config.block_size, spec.head_dim), spec.kv_dtype)
+            for spec in model.decoder.layers
+        )
+        table = make((config.max_batch_size, control.table_width), np.dtype(np.int32))
+        jax.block_until_ready((pages, table))
+    except Exception as error:
+        if not ran_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"memory ran out while a KV cache of {control.num_blocks} blocks of {config.block_size} tokens was made; "
+            "use a smaller EngineConfig.num_blocks or memory_fraction"
+        ) from error
     return EngineState(control, Store(pages, table, Lease()))
 
 

@@ -33,6 +33,7 @@ from jaxengine.model import Model, require_model
 from jaxengine.planning import StepOutcome, StepPlan, plan_step
 from jaxengine.programs import Destinations, ForwardResult, Programs, bucket_for, destinations, pack
 from jaxengine.requests import finish_turn
+from jaxengine.sizing import ran_out_of_memory
 from jaxengine.state import (
     ADMISSIONS,
     DEFERRALS,
@@ -172,8 +173,7 @@ def _failures_of(store: Store, unknown: type[StepError] = ExecutionError) -> Ite
         # XLA frees what it was given when it fails after taking it over.
         if any(array.is_deleted() for array in store.pages):
             raise StoreLostError(f"the step failed and took the KV pool with it: {error}") from error
-        on_device = isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
-        if isinstance(error, MemoryError) or on_device:
+        if ran_out_of_memory(error):
             raise ExecutionCapacityError(f"memory ran out during the step: {error}") from error
         raise unknown(f"the step failed: {type(error).__name__}: {error}") from error
 

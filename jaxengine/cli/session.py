@@ -60,7 +60,11 @@ def make_request(engine: Engine, options: RequestOptions) -> Request:
 
 
 def engine_for(model: Model, tokens: int) -> Engine:
-    """An engine of one row whose pool holds `tokens`."""
-    return Engine(
-        model, EngineConfig(max_batch_size=1, num_blocks=-(-tokens // BLOCK_SIZE), block_size=BLOCK_SIZE)
-    )
+    """An engine of one row whose pool holds `tokens`, or a `CommandError` if the memory doesn't."""
+    num_blocks = -(-tokens // BLOCK_SIZE)
+    try:
+        return Engine(model, EngineConfig(max_batch_size=1, num_blocks=num_blocks, block_size=BLOCK_SIZE))
+    except ValueError as error:
+        raise CommandError(
+            f"the memory doesn't hold a KV cache of {tokens} tokens; ask for fewer tokens"
+        ) from error

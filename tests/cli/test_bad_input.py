@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from jaxengine import sizing
 from jaxengine.cli import main
 from jaxengine.demo import DemoModelError
 from tests.cli.conftest import ROOT
@@ -225,3 +226,10 @@ def assert_one_sentence(capsys, *parts):
     assert err.startswith("jaxengine: error: ")
     assert err.count("\n") == 1
     assert not [part for part in parts if part not in err]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_D6_T2_a_cache_that_does_not_fit_is_one_sentence(tiny, monkeypatch, capsys, command):
+    monkeypatch.setattr(sizing, "free_memory", lambda device: 1000)
+    assert main([command, *["a"] * (command == "generate"), "--model", str(tiny)]) == 1
+    assert_one_sentence(capsys, "the memory doesn't hold a KV cache of", "tokens; ask for fewer tokens")
