@@ -9,14 +9,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from types import TracebackType
-from typing import Literal, TypeGuard
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxengine import requests
-from jaxengine.config import EngineConfig, RequestOptions, SamplingParams, TurnOptions
+from jaxengine.config import EngineConfig, RequestOptions, SamplingParams, TurnOptions, require_count
 from jaxengine.engine import Engine
 from jaxengine.errors import EngineError
 from jaxengine.events import EngineEventFlags, FinishReason, Usage
@@ -101,9 +101,9 @@ class LLM:
         Raises:
             ValueError: A prompt is empty, holds something that is no token, or leaves no room for a new one; or
                 `max_tokens` is negative. The message names the prompt by its place, from 0.
-            TypeError: A prompt is neither text nor a list of token ids.
+            TypeError: `prompts` is no list, or a prompt neither text nor a list of token ids.
         """
-        listed = [prompts] if isinstance(prompts, str) else list(prompts)
+        listed = [prompts] if isinstance(prompts, str) else _listed("prompts", prompts)
         return self._complete(
             [self._ids(place, prompt) for place, prompt in enumerate(listed)], sampling, max_tokens
         )
@@ -125,12 +125,15 @@ class LLM:
 
         Raises:
             TextError: There is no chat template, or it refuses a conversation.
+            TypeError: `conversations` is no list.
         """
-        listed = [conversations] if _is_one_chat(conversations) else list(conversations)
+        listed = _listed("conversations", conversations)
+        if listed and isinstance(listed[0], Mapping):
+            listed = [listed]
         prompts = []
         for place, messages in enumerate(listed):
             try:
-                prompts.append(self.tokenizer.chat_ids(messages))  # type: ignore[arg-type]
+                prompts.append(self.tokenizer.chat_ids(messages))
             except TextError as error:
                 raise TextError(f"conversation {place}: {error}") from error
         return self._complete(prompts, sampling, max_tokens)
@@ -152,7 +155,7 @@ class LLM:
     def _ids(self, place: int, prompt: Prompt) -> list[int]:
         if isinstance(prompt, np.ndarray):
             return prompt.tolist()
-        if not isinstance(prompt, Sequence):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
             raise TypeError(f"prompt {place} is {prompt!r}; give a text or a list of token ids")
         if not isinstance(prompt, str):
             return list(prompt)
@@ -164,6 +167,10 @@ class LLM:
     def _complete(
         self, prompts: list[list[int]], sampling: SamplingParams | None, max_tokens: int | None
     ) -> list[Completion]:
+        if max_tokens is not None:
+            max_tokens = require_count("max_tokens", max_tokens)
+        if not isinstance(sampling, SamplingParams | None):
+            raise TypeError(f"sampling is {sampling!r}; give a SamplingParams or nothing")
         limit = min(self.model.config.max_length, self._engine.metrics.pool_tokens)
         options = RequestOptions(limit, SamplingParams() if sampling is None else sampling)
         self._require_servable(prompts, options, TurnOptions(max_tokens))
@@ -264,7 +271,8 @@ def _scored(prompt: list[int]) -> Completion:
     return Completion(tuple(prompt), (), "", FinishReason.MAX_GENERATED_TOKENS, usage)
 
 
-def _is_one_chat(
-    conversations: Sequence[Message] | Sequence[Sequence[Message]],
-) -> TypeGuard[Sequence[Message]]:
-    return bool(conversations) and isinstance(conversations[0], Mapping)
+def _listed(name: str, values: object) -> list[Any]:
+    """The values as a list; what has no order of its own, or is one text, is no list of them."""
+    if isinstance(values, str | bytes | bytearray | Mapping | Set) or not isinstance(values, Iterable):
+        raise TypeError(f"the {name} are of type {type(values).__name__}; give a list of them")
+    return list(values)

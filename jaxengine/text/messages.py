@@ -25,7 +25,8 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     Raises:
         TextError: No messages, a message without a role, or a value that is no plain data.
     """
-    if isinstance(messages, str | Mapping) or not messages:
+    values: object = messages
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes) or not values:
         raise TextError(f"a chat is a list of messages with at least one in it, not {messages!r}")
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):

@@ -159,12 +159,78 @@ def test_T2_one_bad_prompt_is_named_before_anything_runs(llm, bad, error, proble
     assert is_idle(llm)
 
 
-def test_T2_a_bad_conversation_and_a_bad_limit_are_named(llm):
-    with pytest.raises(TextError, match="conversation 1: the chat template refuses"):
-        llm.chat([CHATS[0], [{"role": "user"}]], max_tokens=4)
-    with pytest.raises(ValueError, match="max_generated_tokens is -1"):
-        llm.generate("hello", max_tokens=-1)
-    assert llm.generate([]) == []
+HELLO = {"role": "user", "content": "hello"}
+CALLS = [
+    ("generate", ({"hello": 1},), TypeError, "the prompts are of type dict; give a list of them"),
+    ("generate", ({"hello", "a"},), TypeError, "the prompts are of type set; give a list"),
+    ("generate", (b"hello",), TypeError, "the prompts are of type bytes; give a list"),
+    ("generate", (None,), TypeError, "the prompts are of type NoneType; give a list"),
+    ("generate", (7,), TypeError, "the prompts are of type int; give a list"),
+    ("generate", ([1, 2],), TypeError, "prompt 0 is 1; give a text or a list of token ids"),
+    ("generate", ([b"hello"],), TypeError, "prompt 0 is b'hello'; give a text or a list"),
+    ("generate", ([{"hello": 1}],), TypeError, "prompt 0 is {'hello': 1}; give a text or a list"),
+    ("generate", ([None],), TypeError, "prompt 0 is None; give a text or a list"),
+    (
+        "generate",
+        ([np.ones((1, 2), int)],),
+        ValueError,
+        r"prompt 0 is refused: .* int64\[1, 2\]; give a flat",
+    ),
+    (
+        "generate",
+        ("hello", {"temperature": 1.0}),
+        TypeError,
+        "sampling is {.*; give a SamplingParams or nothing",
+    ),
+    ("generate", ([], je.RequestOptions()), TypeError, "sampling is RequestOptions"),
+    ("chat", (HELLO,), TypeError, "the conversations are of type dict; give a list"),
+    ("chat", ("hello",), TypeError, "the conversations are of type str; give a list"),
+    ("chat", (None,), TypeError, "the conversations are of type NoneType; give a list"),
+    ("chat", ([CHATS[0], [{"role": "user"}]],), TextError, "conversation 1: the chat template refuses"),
+    ("chat", (["hello"],), TextError, "conversation 0: a chat is a list of messages"),
+    ("chat", ([7],), TextError, "conversation 0: a chat is a list of messages"),
+    ("chat", ([[]],), TextError, "conversation 0: a chat is a list of messages with at least one in it"),
+    ("chat", ([CHATS[0], HELLO],), TextError, "conversation 1: a chat is a list of messages"),
+    ("chat", ([["hello"]],), TextError, "conversation 0: a chat message is a mapping"),
+    ("chat", ([[{"content": "hello"}]],), TextError, "conversation 0: a chat message is a mapping"),
+    ("chat", ([CHATS[0]], 3), TypeError, "sampling is 3; give a SamplingParams or nothing"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "error", "words"), CALLS)
+def test_T2_what_a_call_refuses_is_named_before_anything_runs(llm, name, arguments, error, words):
+    before = llm._engine.state
+    with pytest.raises(error, match=words):
+        getattr(llm, name)(*arguments, max_tokens=4)
+    assert llm._engine.state is before
+    assert is_idle(llm)
+
+
+@pytest.mark.parametrize("name", ["generate", "chat"])
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        (-1, ValueError, "max_tokens is -1; give a value from 0"),
+        (2**63, ValueError, "max_tokens is 9223372036854775808; give a value from 0"),
+        ("5", TypeError, "max_tokens is '5'; give an integer"),
+        (1.5, TypeError, "max_tokens is 1.5; give an integer"),
+        (True, TypeError, "max_tokens is True; give an integer"),
+    ],
+)
+def test_T2_a_limit_that_is_none_is_named(llm, name, value, error, words):
+    with pytest.raises(error, match=words):
+        getattr(llm, name)([], max_tokens=value)
+
+
+def test_no_prompts_have_no_completions(llm):
+    assert llm.generate([]) == llm.chat([]) == llm.generate(()) == []
+
+
+@pytest.mark.parametrize("form", [tuple, iter, lambda prompts: np.array(prompts)])
+def test_prompts_come_in_any_order_of_things(llm, form):
+    assert llm.generate(form([[40, 41], [42, 43]]), max_tokens=2) == llm.generate(
+        [[40, 41], [42, 43]], max_tokens=2
+    )
 
 
 def test_F7_a_prompt_that_fails_costs_the_others_nothing(folder, llm):
