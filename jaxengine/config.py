@@ -76,7 +76,7 @@ def _one_of(kind: Any) -> Check:
     names = get_args(kind)
 
     def check(label: str, value: object) -> object:
-        if value not in names:
+        if not isinstance(value, str) or value not in names:
             raise ValueError(f"{label} is {value!r}; give one of {', '.join(map(repr, names))}")
         return value
 

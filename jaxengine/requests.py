@@ -227,7 +227,8 @@ def drain(
         request_id: Take only events of this request and those of the engine as a whole; the others stay in order.
 
     Raises:
-        ValueError: `count` is negative.
+        ValueError: `count` is negative, or no request ever had this id.
+        TypeError: `count` or `request_id` is no integer.
     """
     require_unspent(state)
     count = require_count("the number of events to drain", count)
@@ -235,6 +236,7 @@ def drain(
     if request_id is None:
         taken, left = events[:count], events[count:]
     else:
+        _row(state.control, request_id)
         mine = [i for i, event in enumerate(events) if event.request_id in (request_id, 0)][:count]
         taken = tuple(events[i] for i in mine)
         left = tuple(event for i, event in enumerate(events) if i not in mine)

@@ -10,7 +10,7 @@ import pytest
 import jaxengine as je
 from jaxengine.requests import status_of
 from jaxengine.toy import CONTEXT, VOCAB, continuation, toy_model
-from tests.jaxengine.harness import SMALL, assert_same, leaves
+from tests.jaxengine.harness import SMALL, assert_same, begun, leaves
 
 MODEL = toy_model()
 LIVE, DONE, NEW, CLOSED, NEVER = 1, 2, 3, 4, 99
@@ -134,6 +134,13 @@ CORE = [
     (je.drain, (-1,), ValueError, "the number of events to drain is -1; give a value from 0"),
     (je.drain, (1.5,), TypeError, "the number of events to drain is 1.5; give an integer"),
     (je.drain, (None,), TypeError, "the number of events to drain is None; give an integer"),
+    (je.drain, (2**63,), ValueError, "the number of events to drain is 9223372036854775808"),
+    (je.drain, (1, NEVER), ValueError, UNKNOWN),
+    (je.drain, (1, 0), ValueError, "there is no request 0"),
+    (je.drain, (1, "1"), TypeError, "request id '1' is no integer"),
+    (je.drain, (1, True), TypeError, "request id True is no integer"),
+    (je.commit, (None,), TypeError, "the transaction is a NoneType; give what execute returned"),
+    (je.commit, (je.Usage(),), TypeError, "the transaction is a Usage; give what execute returned"),
 ]
 
 
@@ -148,7 +155,96 @@ def test_A4_A8_what_the_core_refuses_changes_nothing(engine, call, arguments, er
     still_serves(engine, engine.handles[2])
 
 
+STATE_CALLS = {
+    "create_request": je.create_request,
+    "begin_turn": lambda state: je.begin_turn(state, LIVE, [1]),
+    "cancel_turn": lambda state: je.cancel_turn(state, LIVE, 1),
+    "close_request": lambda state: je.close_request(state, LIVE),
+    "drain": lambda state: je.drain(state, 1),
+    "plan_step": je.plan_step,
+    "execute": lambda state: je.execute(MODEL, state, None),
+    "commit": lambda state: je.commit(state, None),
+    "step": lambda state: je.step(MODEL, state),
+    "check_invariants": je.check_invariants,
+}
+
+
+@pytest.mark.parametrize("call", STATE_CALLS.values(), ids=STATE_CALLS)
+@pytest.mark.parametrize("state", [None, MODEL, SMALL, 7, {}], ids=lambda value: type(value).__name__)
+def test_T2_what_is_no_state_is_refused_by_every_function_of_the_core(call, state):
+    with pytest.raises(TypeError, match=f"the state is a {type(state).__name__}; give an EngineState"):
+        call(state)
+
+
+@pytest.mark.parametrize("call", STATE_CALLS.values(), ids=STATE_CALLS)
+def test_T2_the_pair_that_a_call_returned_is_no_state(engine, call):
+    before = leaves(engine.state)
+    with pytest.raises(TypeError, match=r"the state is a tuple; .* return in front of their result"):
+        call(je.create_request(engine.state))
+    assert_same(before, leaves(engine.state))
+
+
+def planned(state):
+    return je.plan_step(state)
+
+
+EXECUTE = [
+    (lambda state: (None, state, planned(state)), TypeError, "the model is None; give what load_model"),
+    (lambda state: (state, MODEL, planned(state)), TypeError, "the model is EngineState("),
+    (lambda state: (MODEL, state, None), TypeError, "the plan is a NoneType; give what plan_step returned"),
+    (
+        lambda state: (MODEL, state, planned(state).rows),
+        TypeError,
+        "the plan is a tuple; give what plan_step",
+    ),
+    (
+        lambda state: (MODEL, state, je.plan_step(je.init_state(MODEL, SMALL))),
+        ValueError,
+        "a plan of outcome NO_WORK has nothing to execute",
+    ),
+    (
+        lambda state: (MODEL, state, je.plan_step(begun(MODEL, [1]))),
+        ValueError,
+        "the plan does not fit this state",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "words"), EXECUTE)
+def test_T2_what_execute_refuses_changes_nothing(engine, make, error, words):
+    before = leaves(engine.state)
+    with pytest.raises(error, match=re.escape(words)):
+        je.execute(*make(engine.state))
+    assert_same(before, leaves(engine.state))
+    still_serves(engine, engine.handles[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((None, SMALL), "the model is None; give what load_model returned"),
+        (("folder", SMALL), "the model is 'folder'; give what load_model returned"),
+        ((SMALL, MODEL), "the model is EngineConfig("),
+        ((MODEL, None), "the config is None; give an EngineConfig"),
+        ((MODEL, {"num_blocks": 4}), "the config is {'num_blocks': 4}; give an EngineConfig"),
+        ((MODEL, je.RequestOptions()), "the config is RequestOptions("),
+    ],
+)
+def test_T2_a_state_is_made_of_a_model_and_a_config(arguments, words):
+    with pytest.raises(TypeError, match=re.escape(words)):
+        je.init_state(*arguments)
+
+
+def raising(state):
+    raise ZeroDivisionError("of the caller")
+
+
 ENGINE = [
+    (lambda engine: engine.run(2**63), ValueError, "max_events is 9223372036854775808; give a value from 0"),
+    (lambda engine: engine.attach(None), je.EngineError, "the engine has a state; detach it first"),
+    (lambda engine: engine.apply(raising), ZeroDivisionError, "of the caller"),
+    (lambda engine: engine.apply(je.drain, -1), ValueError, "the number of events to drain is -1"),
+    (lambda engine: engine.apply(je.close_request, NEW), TypeError, "cannot unpack"),
     (lambda engine: engine.run(-1), ValueError, "max_events is -1; give a value from 0"),
     (lambda engine: engine.run(1.5), TypeError, "max_events is 1.5; give an integer"),
     (lambda engine: engine.run(None), TypeError, "max_events is None; give an integer"),

@@ -10,7 +10,7 @@ from hypothesis import given
 import jaxengine as je
 from jaxengine.config import resolve_sampling
 
-SIZES = ["max_batch_size", "max_scheduled_tokens", "num_blocks", "block_size", "chunk_size"]
+SIZES = ["max_batch_size", "max_scheduled_tokens", "num_blocks", "block_size", "chunk_size", "fairness_bound"]
 COUNTS = [
     (je.EngineConfig, "max_row_retries"),
     (je.SamplingParams, "top_k"),
@@ -56,6 +56,38 @@ def test_D6_a_pool_beyond_32_bit_slots_is_refused_before_anything_is_allocated()
         je.EngineConfig(num_blocks=2**27, block_size=16)
     with pytest.raises(ValueError, match=r"num_blocks \* block_size is 10000000000"):
         je.EngineConfig(num_blocks=np.int32(10**5), block_size=np.int32(10**5))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "words"),
+    [
+        ("memory_fraction", -0.1, ValueError, "give a finite value from 0.0 to 1.0"),
+        ("memory_fraction", 1.01, ValueError, "give a finite value from 0.0 to 1.0"),
+        ("memory_fraction", float("nan"), ValueError, "give a finite value from 0.0 to 1.0"),
+        ("memory_fraction", "0.5", TypeError, "give a number"),
+        ("memory_fraction", True, TypeError, "give a number"),
+        ("policy", "decode_first", TypeError, "give a function from Candidates to their order"),
+        ("policy", None, TypeError, "give a function"),
+        ("preemption", "swap", ValueError, "give one of 'recompute', 'none'"),
+        ("preemption", None, ValueError, "give one of 'recompute', 'none'"),
+        ("failure_policy", "retry", ValueError, "give one of 'stop', 'isolate'"),
+        ("failure_policy", [], ValueError, "give one of 'stop', 'isolate'"),
+        ("batching", "continuous", ValueError, "give one of 'dynamic', 'static'"),
+        ("batching", np.array(["static", "static"]), ValueError, "give one of 'dynamic', 'static'"),
+        ("check_invariants", 1, TypeError, "give True or False"),
+        ("check_invariants", None, TypeError, "give True or False"),
+    ],
+)
+def test_T2_settings_of_an_engine_that_are_none_are_named(name, value, error, words):
+    with pytest.raises(error, match=rf"EngineConfig\.{name} is .*{words}"):
+        je.EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(je.EngineConfig)])
+def test_T2_every_setting_of_an_engine_is_checked(name):
+    """So a new one can't come without its check."""
+    with pytest.raises((TypeError, ValueError), match=rf"EngineConfig\.{name} is "):
+        je.EngineConfig(**{name: object()})
 
 
 @pytest.mark.parametrize(
