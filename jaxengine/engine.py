@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import traceback
 import weakref
 from collections.abc import Callable
 from types import TracebackType
@@ -281,7 +282,9 @@ class Engine:
         rows: list[Any] = [] if plan is None else plan.request_ids.tolist()
         self._state = failures.after_failure(self.state, rows, error)
         if self._state.control.failure is not None:
-            # Kept only then: its traceback holds on to the arrays of the step.
+            # Kept only then, and without what its traceback holds on to.
+            error.add_note("".join(traceback.format_exception(error)))
+            _drop_frames(error)
             self._cause = error
 
     def _event(self, record: EventRecord) -> Event | None:
@@ -299,3 +302,11 @@ class Engine:
             detail=record.detail,
             usage=record.usage,
         )
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Takes the traceback off an error and those behind it: frames hold every caller's variables, handles for one."""
+    if error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        _drop_frames(error.__cause__)
+        _drop_frames(error.__context__)

@@ -169,6 +169,20 @@ def test_A11_a_handle_that_is_collected_during_the_step_takes_its_events_along(e
     assert engine.state.control.requests.id.tolist() == [other.id]
 
 
+def test_A11_a_failure_that_ends_the_engine_keeps_no_callers_handle(engine):
+    def serve():
+        request = begun(engine)
+        with je.inject_fault(je.Stage.PACK, RuntimeError("broken")):
+            assert engine.run()[0].request is request
+
+    serve()
+    assert not engine.has_pending_requests()
+    assert engine.metrics.residents == len(engine.state.control.requests) == 0
+    with pytest.raises(je.EngineError, match="broken") as caught:
+        engine.run()
+    assert "in reach" in "".join(caught.value.__cause__.__notes__)
+
+
 def test_A11_a_closed_and_dropped_request_is_nothing_to_reclaim_twice(engine):
     request = begun(engine)
     engine.run()
