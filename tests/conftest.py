@@ -1,7 +1,7 @@
 """Settings of the whole suite: strict dtypes in JAX, repeatable examples, compiled programs kept.
 
 The default Hypothesis profile tries the same examples every time; `pytest --hypothesis-profile=search` looks
-for new ones.
+for new ones. `--thorough` makes the searches of tests/properties as long as they can be.
 """
 
 import os
@@ -23,6 +23,18 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 hypothesis.settings.register_profile("repeat", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.register_profile("search", deadline=None, print_blob=True, max_examples=1000)
 hypothesis.settings.load_profile("repeat")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--thorough", action="store_true", help="run the searches of tests/properties at full length"
+    )
+
+
+@pytest.fixture(scope="session")
+def thorough(pytestconfig: pytest.Config) -> bool:
+    """Whether searches run at full length."""
+    return pytestconfig.getoption("thorough")
 
 
 @pytest.fixture(scope="session")

@@ -42,6 +42,7 @@ class NaiveRequest:
     prompt_tokens: int = 0
     generated: int = 0
     max_generated: int = 0
+    failures: int = 0
 
     @property
     def is_prefill(self) -> bool:
@@ -78,6 +79,7 @@ class NaiveEngine:
         self.events: list[EventRecord] = []
         self.last_id = self.last_submission = self.last_rank = 0
         self.deferrals = self.steps = self.preemptions = 0
+        self.suspects: list[list[int]] = []
 
     @property
     def free_blocks(self) -> int:
@@ -107,13 +109,14 @@ class NaiveEngine:
         request.turn += 1
         request.status = RequestStatus.QUEUED
         request.prompt_tokens, request.generated, request.max_generated = len(tokens), 0, max_generated
+        request.failures = 0
         return request.turn
 
     def cancel(self, request_id: int, turn_id: int) -> bool:
         request = self.requests[request_id]
         if request.status not in LIVE or request.turn != turn_id:
             return False
-        self._finish(request, FinishReason.CANCELLED)
+        self.finish(request, FinishReason.CANCELLED)
         return True
 
     def close(self, request_id: int) -> None:
@@ -170,6 +173,10 @@ class NaiveEngine:
         )
         first = able[:must]
         order = first + [r for r in candidates if r not in first]
+        for group in self.suspects:
+            if any(r.id in group for r in able):
+                order = [r for r in order if r.id in group and r in able]
+                break
 
         rows: list[NaiveRow] = []
         deferred, left_free, left_places = 0, free, places
@@ -224,7 +231,10 @@ class NaiveEngine:
 
     def step(self) -> None:
         """Runs one step, if there is anything to run or to fail."""
-        plan = self.plan()
+        self.commit(self.plan())
+
+    def commit(self, plan: NaivePlan) -> None:
+        """Does what a plan says."""
         rows, hopeless = plan.rows, plan.hopeless
         if rows or hopeless or plan.evicted:
             self.deferrals += plan.deferred
@@ -238,6 +248,10 @@ class NaiveEngine:
             request.blocks += row.new_blocks
             request.processed += row.count
             request.status = RequestStatus.ACTIVE
+            request.failures = 0
+        run = {row.request.id for row in rows}
+        groups = [[member for member in group if member not in run] for group in self.suspects]
+        self.suspects = [group for group in groups if group]
         for request in plan.evicted:
             request.status, request.rank = RequestStatus.QUEUED, None
             request.blocks = request.processed = 0
@@ -247,7 +261,7 @@ class NaiveEngine:
             if row.request.processed == len(row.request.tokens):
                 self._sample(row.request)
         for request in hopeless:
-            self._finish(request, FinishReason.FAILED)
+            self.finish(request, FinishReason.FAILED, EngineErrorCode.REQUEST_UNSERVICEABLE)
 
     def _sample(self, request: NaiveRequest) -> None:
         token = next_token(request.tokens)
@@ -267,13 +281,14 @@ class NaiveEngine:
             request.status = RequestStatus.TURN_COMPLETE
         self._publish(request, flags, -1 if token in self.eos else token, reason)
 
-    def _finish(self, request: NaiveRequest, reason: FinishReason) -> None:
+    def finish(
+        self, request: NaiveRequest, reason: FinishReason, code: EngineErrorCode = EngineErrorCode.NONE
+    ) -> None:
+        """Ends a turn; a code says that it failed."""
         request.status = RequestStatus.TURN_COMPLETE
-        failed = reason == FinishReason.FAILED
-        flags = EngineEventFlags.TURN_FINISHED | (
-            EngineEventFlags.FAILED if failed else EngineEventFlags.NONE
-        )
-        code = EngineErrorCode.REQUEST_UNSERVICEABLE if failed else EngineErrorCode.NONE
+        flags = EngineEventFlags.TURN_FINISHED
+        if code:
+            flags |= EngineEventFlags.FAILED
         self._publish(request, flags, -1, reason, code)
 
     def _publish(
