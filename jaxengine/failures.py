@@ -80,8 +80,10 @@ def after_failure(state: EngineState, request_ids: Sequence[int], error: StepErr
             state, EngineEventFlags.CAPACITY_BLOCKED, EngineErrorCode.EXECUTION_CAPACITY_EXCEEDED, detail
         )
     isolate = state.control.config.failure_policy == "isolate"
-    if isolate and isinstance(error, ExecutionError) and len(request_ids):
-        return _suspect(state, tuple(int(i) for i in request_ids), detail)
+    suspects = tuple(int(i) for i in request_ids)
+    # A step without rows has nobody to find; it is tried again once.
+    if isolate and isinstance(error, ExecutionError) and (suspects or () not in state.control.suspects):
+        return _suspect(state, suspects, detail)
     contract = isinstance(error, ContractError)
     code = EngineErrorCode.ENGINE_CONTRACT_FAILURE if contract else EngineErrorCode.ENGINE_EXECUTION_FAILURE
     return _stop(state, code, detail)
@@ -108,22 +110,16 @@ def _suspect(state: EngineState, ids: tuple[int, ...], detail: str) -> EngineSta
     state = _announce(state, EngineEventFlags.RETRYABLE, EngineErrorCode.RETRYABLE_EXECUTION, detail)
     control = state.control
     groups = control.suspects
-    if not groups or not set(ids) <= set(groups[0]):
+    if not ids or not groups or not set(ids) <= set(groups[0]):
         groups = (ids, *groups)
     elif len(ids) == 1:
-        groups = _replace_first(groups, ids)
         control = _fail(control, row_of(control, ids[0]), EngineErrorCode.ENGINE_EXECUTION_FAILURE, detail)
+        groups = control.suspects
     else:
         half = len(ids) // 2
-        groups = _replace_first(groups, ids, ids[:half], ids[half:])
+        rest = tuple(member for member in groups[0] if member not in ids)
+        groups = (ids[:half], ids[half:], *((rest,) if rest else ()), *groups[1:])
     return state.replace(control=control.replace(suspects=groups))  # type: ignore[attr-defined]
-
-
-def _replace_first(
-    groups: tuple[tuple[int, ...], ...], ids: tuple[int, ...], *instead: tuple[int, ...]
-) -> tuple[tuple[int, ...], ...]:
-    rest = tuple(member for member in groups[0] if member not in ids)
-    return (*instead, *((rest,) if rest else ()), *groups[1:])
 
 
 def _stop(state: EngineState, code: EngineErrorCode, detail: str) -> EngineState:

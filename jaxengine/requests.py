@@ -212,6 +212,7 @@ def close_request(state: EngineState, request_id: int) -> EngineState:
         blocks=control.blocks.remove_row(row),
         free_blocks=free,
         events=tuple(event for event in control.events if event.request_id != request_id),
+        suspects=without_suspects(control.suspects, [request_id]),
     )
     return state.replace(control=control)  # type: ignore[attr-defined]
 
@@ -273,7 +274,18 @@ def finish_turn(
     )
     stamp = _next_stamp(control, row, b"finish", int(reason))
     control = replace_rows(control, row, status=RequestStatus.TURN_COMPLETE, stamp=stamp)
-    return control.replace(events=(*control.events, event))  # type: ignore[attr-defined]
+    suspects = without_suspects(control.suspects, [event.request_id])
+    return control.replace(events=(*control.events, event), suspects=suspects)  # type: ignore[attr-defined]
+
+
+def without_suspects(
+    groups: tuple[tuple[int, ...], ...], request_ids: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Returns the groups of `Control.suspects` without these requests, and without those that are empty then."""
+    if not groups:
+        return groups
+    left = (tuple(member for member in group if member not in request_ids) for group in groups)
+    return tuple(group for group in left if group)
 
 
 def usage_of(control: Control, row: int) -> Usage:

@@ -151,7 +151,8 @@ class Control:
             for lack of capacity by steps that ran; steps that ran rows; steps that failed; requests that gave their
             blocks back.
         events: Published and undrained.
-        suspects: Groups of requests whose steps failed for an unknown reason, each to be tried alone, first to last.
+        suspects: Groups of requests whose steps failed for an unknown reason, each to be tried alone, first to last; an
+            empty one for a step without requests.
         failure: What ended the engine's work, or None while it is healthy.
         config: The engine's limits.
         facts: The model's.

@@ -32,7 +32,7 @@ from jaxengine.logs import LogTable
 from jaxengine.model import Model, require_model
 from jaxengine.planning import StepOutcome, StepPlan, plan_step
 from jaxengine.programs import Destinations, ForwardResult, Programs, bucket_for, destinations, pack
-from jaxengine.requests import finish_turn
+from jaxengine.requests import finish_turn, without_suspects
 from jaxengine.sizing import ran_out_of_memory
 from jaxengine.state import (
     ADMISSIONS,
@@ -294,7 +294,7 @@ def _next_control(control: Control, transaction: Transaction) -> Control:
         blocks=_with_reserved(control, index, plan),
         free_blocks=control.free_blocks[: len(control.free_blocks) - len(plan.reserved)],
         counters=counters,
-        suspects=_without(control.suspects, plan.request_ids),
+        suspects=without_suspects(control.suspects, plan.request_ids.tolist()),
     )
     control = replace_rows(
         control,
@@ -322,15 +322,6 @@ def _next_control(control: Control, transaction: Transaction) -> Control:
             "close it and use a larger EngineConfig.num_blocks",
         )
     return control
-
-
-def _without(groups: tuple[tuple[int, ...], ...], ids: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    """The groups without `ids`, and without those that this empties."""
-    if not groups:
-        return groups
-    run = set(ids.tolist())
-    left = (tuple(member for member in group if member not in run) for group in groups)
-    return tuple(group for group in left if group)
 
 
 def _without_residence(control: Control, rows: np.ndarray) -> Control:
