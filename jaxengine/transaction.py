@@ -163,19 +163,29 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
 
 
 @contextlib.contextmanager
-def _failures_of(store: Store, unknown: type[StepError] = ExecutionError) -> Iterator[None]:
-    """Raises what goes wrong inside as the `StepError` that it amounts to."""
+def _failures_of(
+    store: Store, *, unknown: type[StepError] = ExecutionError, taken: bool = False
+) -> Iterator[None]:
+    """Raises what goes wrong inside as the `StepError` that it amounts to; `taken` if the store is being donated."""
     try:
         yield
-    except StepError:
-        raise
     except Exception as error:
-        # XLA frees what it was given when it fails after taking it over.
-        if any(array.is_deleted() for array in store.pages):
+        if taken or _is_lost(store):
             raise StoreLostError(f"the step failed and took the KV pool with it: {error}") from error
+        if isinstance(error, StepError):
+            raise
         if ran_out_of_memory(error):
             raise ExecutionCapacityError(f"memory ran out during the step: {error}") from error
         raise unknown(f"the step failed: {type(error).__name__}: {error}") from error
+
+
+def _is_lost(store: Store) -> bool:
+    """Whether the device freed the store, or failed in the write that should have made it and says so only now."""
+    try:
+        jax.block_until_ready((store.pages, store.block_table))
+    except Exception:
+        return True
+    return False
 
 
 def commit(
@@ -197,8 +207,8 @@ def commit(
         EngineError: A failure has ended the engine's work.
         StaleTransactionError: The transaction was committed already, or its requests, tables or pool have changed
             since; the state stays usable.
-        StepError: Something failed; from the device write on it is a `StoreLostError`, before that the state is
-            untouched.
+        StepError: Something failed. With `donate` it is a `StoreLostError` from the device write on; otherwise the
+            state is untouched, and the transaction can be committed still.
     """
     require_unspent(state)
     require_healthy(state.control)
@@ -211,14 +221,12 @@ def commit(
     with _failures_of(state.store):
         reach(Stage.VALIDATE)
         control = _next_control(state.control, transaction)
-    transaction.fate.committed = True
-    state.store.lease.spent = donate
-    try:
+        events = control.events[len(state.control.events) :]
+    transaction.fate.committed = state.store.lease.spent = donate
+    with _failures_of(state.store, taken=donate):
         reach(Stage.PUBLISH)
         store = _publish(state.store, transaction.staged, donate)
-    except Exception as error:
-        raise StoreLostError(f"a commit failed while it was written: {error}") from error
-    events = control.events[len(state.control.events) :]
+    transaction.fate.committed = True
     return EngineState(control, store), events
 
 
