@@ -31,6 +31,8 @@ from jaxengine.state import (
     row_of,
 )
 
+LIVE = (RequestStatus.QUEUED, RequestStatus.ACTIVE)
+
 
 def outcome_of(error: StepError) -> StepOutcome:
     """What a step that raised `error` came to."""
@@ -94,10 +96,12 @@ def _announce(state: EngineState, flags: EngineEventFlags, code: EngineErrorCode
 
 
 def _count_against(state: EngineState, request_ids: Sequence[int], detail: str) -> EngineState:
-    """Counts a failed step against the requests behind it; one that failed too often ends its turn."""
+    """Counts a failed step against the live requests behind it; one that failed too often ends its turn."""
     control = state.control
     for request_id in request_ids:
         row = row_of(control, request_id)
+        if row < 0 or control.requests.status[row] not in LIVE:
+            continue
         failures = int(control.requests.failures[row]) + 1
         control = replace_rows(control, row, failures=failures)
         if failures > control.config.max_row_retries:
@@ -125,8 +129,7 @@ def _suspect(state: EngineState, ids: tuple[int, ...], detail: str) -> EngineSta
 def _stop(state: EngineState, code: EngineErrorCode, detail: str) -> EngineState:
     """Stores the failure and ends every live turn once; with none, one event belongs to the engine as a whole."""
     control = state.control
-    status = control.requests.status
-    live = np.flatnonzero((status == RequestStatus.QUEUED) | (status == RequestStatus.ACTIVE))
+    live = np.flatnonzero(np.isin(control.requests.status, LIVE))
     for row in live:
         control = _fail(control, int(row), code, detail)
     failure = StoredFailure(code, detail)

@@ -147,6 +147,7 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
     # The device is at work: whatever needs no result of it comes first.
     with _failures_of(store, unknown=ContractError):
         reach(Stage.RESERVE)
+        _require_reservation(control, plan)
         to = destinations(control, plan, bucket)
     reach(Stage.LOGITS)
     rows = len(plan.index)
@@ -186,6 +187,14 @@ def _is_lost(store: Store) -> bool:
     except Exception:
         return True
     return False
+
+
+def _require_reservation(control: Control, plan: StepPlan) -> None:
+    """Raises `ContractError` unless the plan's blocks are the next ones of the pool and hold all of its tokens."""
+    following = control.free_blocks[::-1][: int(plan.num_reserved.sum())]
+    room = (control.blocks_held[plan.index] + plan.num_reserved) * control.config.block_size
+    if not np.array_equal(plan.reserved, following) or (room < plan.past + plan.num_tokens).any():
+        raise ContractError("the plan's blocks are not those that the pool has for it; plan with plan_step")
 
 
 def commit(
