@@ -7,6 +7,7 @@ and closes the requests whose last handle is gone.
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import traceback
 import weakref
@@ -258,25 +259,29 @@ class Engine:
     def _step(self) -> None:
         self._require_healthy()
         plan: StepPlan | None = None
-        try:
-            plan = plan_step(self.state)
-            if plan.outcome == StepOutcome.NO_WORK:
-                return
-            if plan.outcome == StepOutcome.CAPACITY_DEFERRED:
-                self._state = failures.after_blocked(self.state, plan)
-                return
-            transaction = execute(self._model, self.state, plan)
-            with interrupts_deferred():
+        with contextlib.ExitStack() as stack:
+            try:
+                plan = plan_step(self.state)
+                if plan.outcome == StepOutcome.NO_WORK:
+                    return
+                if plan.outcome == StepOutcome.CAPACITY_DEFERRED:
+                    self._state = failures.after_blocked(self.state, plan)
+                    return
+                transaction = execute(self._model, self.state, plan)
+                # Until what the commit came to is recorded: a Ctrl-C in between would hide that it lost the store.
+                stack.enter_context(interrupts_deferred())
                 self._state, _ = commit(self.state, transaction)
-        except StepError as error:
-            self._fail(plan, error)
-        except (ValueError, StaleTransactionError) as error:
-            if plan is None:
-                raise
-            self._fail(plan, ContractError(f"the engine's own plan was refused: {error}"))
-        else:
-            if self.state.control.config.check_invariants:
-                check_invariants(self.state)
+            except StepError as error:
+                self._fail(plan, error)
+            except (ValueError, StaleTransactionError) as error:
+                if plan is None:
+                    raise
+                refused = ContractError(f"the engine's own plan was refused: {error}")
+                refused.__cause__ = error
+                self._fail(plan, refused)
+            else:
+                if self.state.control.config.check_invariants:
+                    check_invariants(self.state)
 
     def _fail(self, plan: StepPlan | None, error: StepError) -> None:
         rows: list[Any] = [] if plan is None else plan.request_ids.tolist()
