@@ -14,6 +14,11 @@ def blocks_for(slots: np.ndarray | int, block_size: int) -> np.ndarray:
     return -(-np.asarray(slots) // block_size)
 
 
+def whole_pool(num_blocks: int) -> np.ndarray:
+    """Returns int32[num_blocks], the pool with every block free; 0 is handed out first."""
+    return np.arange(num_blocks, dtype=np.int32)[::-1]
+
+
 def release(free: np.ndarray, block_ids: np.ndarray, num_blocks: int) -> np.ndarray:
     """Returns the pool with `block_ids` free again.
 
@@ -25,6 +30,8 @@ def release(free: np.ndarray, block_ids: np.ndarray, num_blocks: int) -> np.ndar
     Raises:
         ValueError: An id is out of range, free already, or given twice.
     """
+    if len(block_ids) == 0:
+        return free
     outside = block_ids[(block_ids < 0) | (block_ids >= num_blocks)]
     if len(outside):
         raise ValueError(

@@ -258,15 +258,22 @@ class Engine:
 
     def _step(self) -> None:
         self._require_healthy()
+        plan = self._try_step()
+        if plan is not None and len(plan.index) == 0 and self.state.control.config.batching == "static":
+            # The old batch was recycled, which runs nothing: the new one can start at once.
+            self._try_step()
+
+    def _try_step(self) -> StepPlan | None:
+        """One step, or the report of why there is none; returns the plan if it was committed."""
         plan: StepPlan | None = None
         with contextlib.ExitStack() as stack:
             try:
                 plan = plan_step(self.state)
                 if plan.outcome == StepOutcome.NO_WORK:
-                    return
+                    return None
                 if plan.outcome == StepOutcome.CAPACITY_DEFERRED:
                     self._state = failures.after_blocked(self.state, plan)
-                    return
+                    return None
                 transaction = execute(self._model, self.state, plan)
                 # Until what the commit came to is recorded: a Ctrl-C in between would hide that it lost the store.
                 stack.enter_context(interrupts_deferred())
@@ -282,6 +289,8 @@ class Engine:
             else:
                 if self.state.control.config.check_invariants:
                     check_invariants(self.state)
+                return plan
+        return None
 
     def _fail(self, plan: StepPlan | None, error: StepError) -> None:
         rows: list[Any] = [] if plan is None else plan.request_ids.tolist()

@@ -17,7 +17,7 @@ class EngineMetrics:
         deferred_rows: Rows that committed steps put off for lack of capacity.
         preemptions: How often a request gave its blocks back to run its tokens again later.
         residents: Requests that hold cache.
-        free_blocks: Blocks that no request holds.
+        free_blocks: Blocks that can be handed out.
         num_blocks: Blocks of the pool.
         pool_tokens: Tokens that the pool can hold.
         pool_bytes: Bytes of the pages of all layers.

@@ -17,7 +17,6 @@ from jaxengine.config import RequestOptions, TurnOptions, require_count, resolve
 from jaxengine.errors import RequestStateError
 from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason, Usage
 from jaxengine.state import (
-    ADMISSIONS,
     COLUMN_DTYPES,
     REQUEST_IDS,
     STEPS,
@@ -139,7 +138,6 @@ def begin_turn(
         raise RequestStateError(
             f"request {request_id} has events that were not drained; drain them before the next turn"
         )
-    _require_batch(control, row)
     values = _require_tokens(tokens, control.facts.vocab_size)
     length = int(control.requests.length[row])
     limit = int(control.requests.max_session[row])
@@ -148,6 +146,7 @@ def begin_turn(
             f"request {request_id} would hold {length + len(values)} tokens of at most {limit}; "
             "leave room for at least one generated token"
         )
+    _require_batch(control, row)
     turn = int(control.requests.turn[row])
     if turn == LAST_ID:
         raise OverflowError(f"request {request_id} has used every turn id; create a new request")
@@ -195,6 +194,8 @@ def cancel_turn(state: EngineState, request_id: int, turn_id: int) -> tuple[Engi
 def close_request(state: EngineState, request_id: int) -> EngineState:
     """Ends a request: its undrained events are dropped, its blocks and its place are free. Closing twice is nothing.
 
+    A member of a static batch is never run or reported again, but its block stays taken until the batch is over.
+
     Raises:
         ValueError: No request ever had this id.
     """
@@ -203,18 +204,25 @@ def close_request(state: EngineState, request_id: int) -> EngineState:
     row = _row(control, request_id)
     if row < 0:
         return state
-    held = control.blocks.read(row, 0, int(control.blocks_held[row]))
-    free = blocks.release(control.free_blocks, held, control.num_blocks) if len(held) else control.free_blocks
     columns = {name: np.delete(getattr(control.requests, name), row) for name in COLUMN_DTYPES}
     control = control.replace(  # type: ignore[attr-defined]
         requests=control.requests.replace(**columns),  # type: ignore[attr-defined]
         tokens=control.tokens.remove_row(row),
         blocks=control.blocks.remove_row(row),
-        free_blocks=free,
+        free_blocks=free_without(control, np.array([row])),
         events=tuple(event for event in control.events if event.request_id != request_id),
         suspects=without_suspects(control.suspects, [request_id]),
     )
     return state.replace(control=control)  # type: ignore[attr-defined]
+
+
+def free_without(control: Control, rows: np.ndarray) -> np.ndarray:
+    """Returns the free blocks once `rows` have left; a static batch gives back its own all at once, with its last."""
+    if control.config.batching == "static":
+        left = np.delete(control.requests.place, rows) >= 0
+        return control.free_blocks if left.any() else blocks.whole_pool(control.num_blocks)
+    held = [control.blocks.read(row, 0, int(control.blocks_held[row])) for row in rows]
+    return blocks.release(control.free_blocks, np.concatenate(held), control.num_blocks)
 
 
 def drain(
@@ -336,15 +344,15 @@ def _require_row(control: Control, request_id: int) -> int:
 def _require_batch(control: Control, row: int) -> None:
     """Refuses to continue a request of a static batch that had other members, or that has made room for another."""
     requests = control.requests
-    if control.config.batching == "dynamic" or requests.processed[row] == 0:
+    if control.config.batching == "dynamic" or requests.admitted[row] == 0:
         return
     request_id = int(requests.id[row])
     if requests.place[row] < 0:
         raise RequestStateError(
             f"request {request_id} has lost its static batch to a later one; create a new request"
         )
-    # The members of a batch are admitted at once, from place 0 up.
-    if requests.place[row] != 0 or requests.order[row] != control.counters[ADMISSIONS]:
+    # Each member took one block, those that were closed since have theirs still.
+    if control.num_blocks - len(control.free_blocks) > 1:
         raise RequestStateError(
             f"request {request_id} was batched with others, and a static batch continues only if it has one member; "
             "create a new request or use dynamic batching"

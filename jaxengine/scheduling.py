@@ -7,6 +7,9 @@ free, before anybody's input but not before the next slot of those that decode, 
 `preemption="recompute"` such a one, or everybody when nobody can go on, is helped by the youngest resident, which
 gives its blocks back and runs its tokens again later.
 
+A static batch is closed to newcomers: they wait until all its members are through. Then it is recycled, which takes
+their blocks and places away in a step of its own, so that no step writes what the state before it can read.
+
 To serve by deadline only as far as the bound needs is the earliest-deadline-first rule of Liu and Layland, "Scheduling
 algorithms for multiprogramming in a hard-real-time environment" (1973), put off as long as it allows.
 """
@@ -50,11 +53,10 @@ def schedule(control: Control) -> Schedule:
     """Decides what the next step does; the cost grows with residents and waiting requests, not with their context."""
     requests, config = control.requests, control.config
     live = (requests.status == RequestStatus.QUEUED) | (requests.status == RequestStatus.ACTIVE)
-    if config.batching == "static":
-        resident = requests.place >= 0
-        if (live & resident).any():
-            live &= resident
-        elif resident.any() and live.any():
+    resident = requests.place >= 0
+    if config.batching == "static" and resident.any() and live.any():
+        live &= resident
+        if not live.any():
             return Schedule(_NONE, _NONE, _NONE, _NONE, np.flatnonzero(resident), 0)
     rows = np.flatnonzero(live)
     if len(rows) == 0:
@@ -67,7 +69,7 @@ def schedule(control: Control) -> Schedule:
 
     taken, deferred = _select(control, demand)
     evicted = _NONE
-    if config.preemption == "recompute" and config.batching == "dynamic":
+    if config.preemption == "recompute":
         evicted = _victims(control, demand, taken)
         taken = taken[~np.isin(demand.rows[taken], evicted)]
     selected = demand.rows[taken]

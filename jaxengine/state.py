@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxengine.blocks import whole_pool
 from jaxengine.config import EngineConfig
 from jaxengine.errors import EngineError, SpentStateError
 from jaxengine.events import EngineErrorCode, EventRecord
@@ -63,7 +64,7 @@ class Requests:
         status: int8, a `RequestStatus`.
         place: int32, the row of the device block table while resident, else -1.
         order: int64, rank of its admission among residents, else -1.
-        admitted: int64, the count of steps when it was admitted.
+        admitted: int64, the count of steps when it was admitted, 0 before it ever was.
         submitted: int64, rank of its newest `begin_turn`.
         served: int64, the count of steps when it last ran, or was queued.
         stamp: uint64, a digest of every call that changed the request between steps.
@@ -146,7 +147,8 @@ class Control:
         requests: Columns of the live requests.
         tokens: Each request's sequence.
         blocks: Each request's block ids, in order of position.
-        free_blocks: int32, ids of the blocks that no table holds; the next one to hand out is the last.
+        free_blocks: int32, ids of the blocks that can be handed out; the next one is the last. The others are in
+            tables, or belong to the closed members of a running static batch.
         counters: int64, by the indices below: the newest request id, submission rank and admission rank; rows put off
             for lack of capacity by steps that ran; steps that ran rows; steps that failed; requests that gave their
             blocks back.
@@ -254,7 +256,7 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
         requests=Requests(**{name: np.zeros(0, dtype) for name, dtype in COLUMN_DTYPES.items()}),
         tokens=LogTable.empty(),
         blocks=LogTable.empty(),
-        free_blocks=np.arange(config.num_blocks or 0, dtype=np.int32)[::-1],
+        free_blocks=whole_pool(config.num_blocks or 0),
         counters=np.zeros(7, np.int64),
         events=(),
         suspects=(),

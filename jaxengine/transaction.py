@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxengine.blocks import release
 from jaxengine.errors import (
     ContractError,
     ExecutionCapacityError,
@@ -32,7 +31,7 @@ from jaxengine.logs import LogTable
 from jaxengine.model import Model, require_model
 from jaxengine.planning import StepOutcome, StepPlan, plan_step
 from jaxengine.programs import Destinations, ForwardResult, Programs, bucket_for, destinations, pack
-from jaxengine.requests import finish_turn, without_suspects
+from jaxengine.requests import finish_turn, free_without, without_suspects
 from jaxengine.sizing import ran_out_of_memory
 from jaxengine.state import (
     ADMISSIONS,
@@ -344,19 +343,16 @@ def _next_control(control: Control, transaction: Transaction) -> Control:
 def _without_residence(control: Control, rows: np.ndarray) -> Control:
     """Takes blocks and places back; a live turn waits again, and what it has so far becomes input to run once more."""
     requests = control.requests
-    held = [control.blocks.read(row, 0, int(control.blocks_held[row])) for row in rows]
     live = rows[requests.status[rows] != RequestStatus.TURN_COMPLETE]
     counters = control.counters.copy()
     counters[PREEMPTIONS] += len(live)
     control = control.replace(  # type: ignore[attr-defined]
         blocks=control.blocks.clear_rows(rows),
-        free_blocks=release(control.free_blocks, np.concatenate(held), control.num_blocks),
+        free_blocks=free_without(control, rows),
         counters=counters,
     )
-    control = replace_rows(control, rows, place=-1, order=-1)
-    return replace_rows(
-        control, live, status=RequestStatus.QUEUED, processed=0, input_end=requests.length[live]
-    )
+    control = replace_rows(control, rows, place=-1, order=-1, processed=0)
+    return replace_rows(control, live, status=RequestStatus.QUEUED, input_end=requests.length[live])
 
 
 def _with_reserved(control: Control, index: np.ndarray, plan: StepPlan) -> LogTable:
