@@ -127,8 +127,10 @@ class EngineConfig:
         failure_policy: What an unknown error before the device write costs: "stop" ends every turn and the engine,
             "isolate" tries the step again and then its rows in halves, and ends the request that fails alone.
         max_row_retries: How often a step with non-finite logits is tried again before the request behind them fails.
-        batching: "dynamic" lets requests come and go at every step; "static" runs a fixed batch to its end over one
-            contiguous cache.
+        batching: "dynamic" lets requests come and go at every step. "static" forms a batch of all that wait, as many as
+            rows fit a step, and runs it to its end, which newcomers wait for. Its cache is contiguous: `max_batch_size`
+            times the longest session, so `num_blocks` and `block_size` can't be given, nobody is ever short of blocks,
+            and `fairness_bound` and `preemption` have nothing to decide. Only a batch of one takes further turns.
         check_invariants: Check the whole state after every committed step, for debugging.
 
     Raises:

@@ -55,15 +55,11 @@ def resolve_config(model: Model, config: EngineConfig, free_bytes: int | None = 
 
     Raises:
         ValueError: The free memory holds no block, no static batch, or not the pool of the given size; or a static
-            batch is given a number of blocks.
+            batch is given blocks.
     """
     longest, rows = model.config.max_length, config.max_batch_size
     if config.batching == "static":
-        if config.num_blocks is not None:
-            raise ValueError(
-                "EngineConfig.num_blocks is given for a static batch, which has one block a request; leave it out"
-            )
-        config = dataclasses.replace(config, block_size=longest)
+        config = _with_a_block_a_request(config, longest)
     device = jax.devices()[0]
     free = free_memory(device) if free_bytes is None else free_bytes
     per_token = kv_bytes_per_token(model)
@@ -103,3 +99,15 @@ def _table_bytes(rows: int, width: int) -> int:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
+
+
+def _with_a_block_a_request(config: EngineConfig, longest: int) -> EngineConfig:
+    if (config.num_blocks, config.block_size) == (config.max_batch_size, longest):
+        return config
+    for name, default in (("num_blocks", None), ("block_size", EngineConfig.block_size)):
+        if getattr(config, name) != default:
+            raise ValueError(
+                f"EngineConfig.{name} is {getattr(config, name)}, but a static batch has one block a request, "
+                f"of {longest} tokens; leave it out"
+            )
+    return dataclasses.replace(config, block_size=longest)
