@@ -1,7 +1,7 @@
 """Many prompts in, as many completions out: the engine for callers who don't wait for single tokens.
 
 All prompts of a call share one engine and are batched continuously: a finished one leaves, and the next takes its place
-before the following step.
+before the following step. With static batching the next ones wait until all have left.
 """
 
 from __future__ import annotations

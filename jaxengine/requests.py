@@ -117,8 +117,8 @@ def begin_turn(
         The new state and the turn's id, one above the request's last.
 
     Raises:
-        RequestStateError: The request is queued, active or closed, has events that were not drained, or has lost its
-            static batch.
+        RequestStateError: The request is queued, active or closed, has events that were not drained, or has shared or
+            lost its static batch.
         EngineError: A failure has ended the engine's work.
         ValueError: No tokens, a token outside the vocabulary, or no room for one generated token.
         TypeError: `options` is no TurnOptions.
