@@ -243,7 +243,9 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
     if not isinstance(config, EngineConfig):
         raise TypeError(f"the config is {config!r}; give an EngineConfig")
     config = resolve_config(model, config)
-    search = tuple(sorted((key, value) for key, value in model.config.search.items() if _is_plain(value)))
+    search = tuple(
+        sorted((key, _plain(value)) for key, value in model.config.search.items() if value is not None)
+    )
     facts = ModelFacts(
         identity=model.decoder.identity,
         vocab_size=model.decoder.vocab_size,
@@ -283,8 +285,9 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
     return EngineState(control, Store(pages, table, Lease()))
 
 
-def _is_plain(value: object) -> bool:
-    return isinstance(value, bool | int | float | str)
+def _plain(value: object) -> bool | int | float | str:
+    """The value itself, or a list's or section's text: hashable, and refused by name where a number is needed."""
+    return value if isinstance(value, bool | int | float | str) else repr(value)
 
 
 def require_unspent(state: EngineState) -> None:
