@@ -1,6 +1,8 @@
 """The pool and the tables: each block belongs to exactly one owner (D1 to D5)."""
 
 import dataclasses
+import gc
+import weakref
 
 import hypothesis.strategies as st
 import numpy as np
@@ -10,8 +12,10 @@ from hypothesis import given, settings
 import jaxengine as je
 from jaxengine.blocks import blocks_for, release
 from jaxengine.state import row_of
-from jaxengine.toy import toy_model
+from jaxengine.toy import continuation, toy_model
 from tests.jaxengine.harness import SMALL, assert_same, begun, column, finish, leaves, tokens_of
+from tests.jaxengine.scripts import MODEL as SCRIPTED
+from tests.jaxengine.scripts import commands, steps
 
 MODEL = toy_model()
 
@@ -112,3 +116,67 @@ def test_D2_C5_a_prefill_owns_blocks_for_all_its_input_and_a_decode_for_its_comm
         assert sorted([*table(state, 1), *state.control.free_blocks.tolist()]) == list(
             range(SMALL.num_blocks)
         )
+
+
+def owners(state):
+    """Who has each block: 0 is the pool."""
+    requests = state.control.requests.id.tolist()
+    named = [(block, 0) for block in state.control.free_blocks.tolist()]
+    return sorted(
+        named + [(block, request_id) for request_id in requests for block in table(state, request_id)]
+    )
+
+
+@given(script=commands)
+@settings(max_examples=30)
+def test_D1_D2_D3_every_block_has_one_owner_and_a_step_only_moves_what_it_reserved(script):
+    """Reserved blocks exist in the plan alone: until the commit they are the pool's."""
+    for state, plan, answer in steps(script):
+        before = owners(state)
+        assert [block for block, _ in before] == list(range(SMALL.num_blocks))
+        free = {block for block, owner in before if owner == 0}
+        reserved = [block for row in plan.rows for block in row.block_ids]
+        assert len(set(reserved)) == len(reserved)
+        assert set(reserved) <= free
+        transaction = je.execute(SCRIPTED, state, plan)
+        assert owners(state) == before
+        new, _ = je.commit(state, transaction)
+        expected = dict(before)
+        expected.update({block: row.request_id for row in plan.rows for block in row.block_ids})
+        given_back = {block for request_id in plan.evicted.tolist() for block in table(state, request_id)}
+        expected.update(dict.fromkeys(given_back, 0))
+        assert owners(new) == sorted(expected.items())
+        for row in plan.rows:
+            held = table(state, row.request_id)
+            assert table(new, row.request_id) == held + list(row.block_ids)
+        answer.append(new)
+
+
+@given(script=commands, which=st.integers(0, 5))
+@settings(max_examples=20)
+def test_D1_D5_closing_frees_a_requests_own_blocks_and_nobody_elses(script, which):
+    for state, plan, answer in steps(script):
+        ids = state.control.requests.id.tolist()
+        request_id = ids[which % len(ids)]
+        closed = je.close_request(state, request_id)
+        expected = [(block, 0 if owner == request_id else owner) for block, owner in owners(state)]
+        assert owners(closed) == expected
+        assert_same(leaves(closed), leaves(je.close_request(closed, request_id)))
+        answer.append(je.commit(state, je.execute(SCRIPTED, state, plan))[0])
+
+
+def test_D5_dropping_a_transaction_is_nothing_however_often():
+    """There is nothing to undo, so no name of it matters but the one that is committed."""
+    state = begun(MODEL, [1, 2, 3], limit=2)
+    before = leaves(state)
+    transaction = je.execute(MODEL, state, je.plan_step(state))
+    staged = weakref.ref(transaction.staged.result.logits)
+    again = transaction
+    del transaction
+    assert_same(before, leaves(state))
+    del again
+    gc.collect()
+    assert staged() is None
+    assert_same(before, leaves(state))
+    state, _ = finish(MODEL, state)
+    assert tokens_of(state, 1) == [1, 2, 3, *continuation([1, 2, 3], 2)]

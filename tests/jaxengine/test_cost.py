@@ -10,6 +10,7 @@ import pytest
 import jaxengine as je
 from benchmarks.host_time import residents
 from jaxengine.logs import Log, LogTable
+from jaxengine.transaction import require_executable
 
 
 def calls(function):
@@ -79,3 +80,34 @@ def test_C10_the_invariants_cost_grows_at_most_linearly_and_not_with_committed_t
 
     assert cost(64, 100) == cost(64, 1_000)
     assert cost(512, 16) <= 8 * cost(64, 16)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_D4_the_checks_of_a_plan_and_of_a_transaction_read_no_context(monkeypatch, refused):
+    """Whether they pass or refuse: the same calls, and no entry of a table or a sequence, at any context length."""
+    found = []
+    for context in (1_600, 160_000):
+        model, state = residents(4, context)
+        plan = je.plan_step(state)
+        transaction = je.execute(model, state, plan)
+        first = int(state.control.requests.id[0])
+        if refused:
+            state, _ = je.cancel_turn(state, first, int(state.control.requests.turn[0]))
+        with monkeypatch.context() as patch:
+            for kind in (Log, LogTable):
+                patch.setattr(kind, "read", None)
+            found.append(calls(lambda state=state, plan=plan: outcome(require_executable, state, plan)))
+            if refused:
+                found[-1] += calls(lambda state=state, t=transaction: outcome(je.commit, state, t))
+        assert (found[-1][1] is ValueError) == refused
+        assert not refused or found[-1][3] is je.StaleTransactionError
+    assert found[0] == found[1]
+
+
+def outcome(call, *arguments):
+    """None, or the type of what was raised."""
+    try:
+        call(*arguments)
+    except (ValueError, je.StaleTransactionError) as error:
+        return type(error)
+    return None
