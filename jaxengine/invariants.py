@@ -73,6 +73,11 @@ def check_invariants(state: EngineState) -> None:
         "it decodes with other than one unprocessed token",
     )
     require((requests.status != RequestStatus.ACTIVE) | resident, "it is active without being resident")
+    published = np.array([event.request_id for event in control.events if event.request_id], np.uint64)
+    known = np.isin(published, requests.id)
+    found.extend(f"request {request_id}: it has events but is not there" for request_id in published[~known])
+    counts = np.bincount(np.searchsorted(requests.id, published[known]), minlength=len(requests))
+    require(requests.undrained == counts, "its events in the queue are not as many as it counts")
     if control.failure is not None:
         require(~live, "it is live although the engine has stopped")
     if len(found):

@@ -7,6 +7,7 @@ those whose keys and values are committed; what lies between is still to be run.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -28,6 +29,7 @@ from jaxengine.state import (
     require_healthy,
     require_unspent,
     row_of,
+    rows_of,
 )
 
 if TYPE_CHECKING:
@@ -246,12 +248,18 @@ def drain(
         taken, left = events[:count], events[count:]
     else:
         _row(state.control, request_id)
-        mine = [i for i, event in enumerate(events) if event.request_id in (request_id, 0)][:count]
-        taken = tuple(events[i] for i in mine)
-        left = tuple(event for i, event in enumerate(events) if i not in mine)
+        places = (i for i, event in enumerate(events) if event.request_id in (request_id, 0))
+        chosen = list(itertools.islice(places, count))
+        taken = tuple(events[i] for i in chosen)
+        bounds = itertools.pairwise([-1, *chosen, len(events)])
+        left = tuple(itertools.chain.from_iterable(events[i + 1 : j] for i, j in bounds))
     if not taken:
         return state, ()
-    return state.replace(control=state.control.replace(events=left)), taken  # type: ignore[attr-defined]
+    owners = np.array([event.request_id for event in taken if event.request_id], np.uint64)
+    undrained = state.control.requests.undrained.copy()
+    np.subtract.at(undrained, rows_of(state.control, owners), 1)
+    columns = state.control.requests.replace(undrained=undrained)  # type: ignore[attr-defined]
+    return state.replace(control=state.control.replace(events=left, requests=columns)), taken  # type: ignore[attr-defined]
 
 
 def publish(state: EngineState, event: EventRecord) -> EngineState:
@@ -281,7 +289,8 @@ def finish_turn(
         usage=usage_of(control, row),
     )
     stamp = _next_stamp(control, row, b"finish", int(reason))
-    control = replace_rows(control, row, status=RequestStatus.TURN_COMPLETE, stamp=stamp)
+    undrained = control.requests.undrained[row] + 1
+    control = replace_rows(control, row, status=RequestStatus.TURN_COMPLETE, stamp=stamp, undrained=undrained)
     suspects = without_suspects(control.suspects, [event.request_id])
     return control.replace(events=(*control.events, event), suspects=suspects)  # type: ignore[attr-defined]
 
@@ -312,8 +321,9 @@ def status_of(state: EngineState, request_id: int) -> RequestStatus:
 
 
 def has_undrained(state: EngineState, request_id: int) -> bool:
-    """Returns True while events of the request wait to be drained."""
-    return any(event.request_id == request_id for event in state.control.events)
+    """Returns True while events of the request wait to be drained; the length of the queue is no matter."""
+    row = row_of(state.control, request_id)
+    return row >= 0 and bool(state.control.requests.undrained[row])
 
 
 def has_pending_work(state: EngineState) -> bool:

@@ -77,6 +77,7 @@ class Requests:
         max_generated: int64, this turn's limit, 0 for none.
         max_session: int64, limit on `length`.
         failures: int64, steps in a row that failed on this request.
+        undrained: int64, its events in the queue.
         temperature: float32, top_k: int32, top_p: float32, seed: uint32: resolved sampling settings.
     """
 
@@ -97,6 +98,7 @@ class Requests:
     max_generated: np.ndarray
     max_session: np.ndarray
     failures: np.ndarray
+    undrained: np.ndarray
     temperature: np.ndarray
     top_k: np.ndarray
     top_p: np.ndarray
@@ -124,6 +126,7 @@ COLUMN_DTYPES = {
     "max_generated": np.int64,
     "max_session": np.int64,
     "failures": np.int64,
+    "undrained": np.int64,
     "temperature": np.float32,
     "top_k": np.int32,
     "top_p": np.float32,

@@ -376,7 +376,13 @@ def _with_tokens(control: Control, index: np.ndarray, plan: StepPlan, chosen: np
     length[grown] += 1
     generated[grown] += 1
     control = control.replace(tokens=control.tokens.append_each(grown, tokens[~is_eos]))  # type: ignore[attr-defined]
-    control = replace_rows(control, rows, length=length[rows], generated=generated[rows])
+    control = replace_rows(
+        control,
+        rows,
+        length=length[rows],
+        generated=generated[rows],
+        undrained=requests.undrained[rows] + 1,
+    )
 
     limit = requests.max_generated[rows]
     reasons = np.select(

@@ -10,7 +10,11 @@ import pytest
 import jaxengine as je
 from benchmarks.host_time import residents
 from jaxengine.logs import Log, LogTable
+from jaxengine.toy import toy_model
 from jaxengine.transaction import require_executable
+from tests.jaxengine.harness import SMALL
+
+MODEL = toy_model()
 
 
 def calls(function):
@@ -102,6 +106,20 @@ def test_D4_the_checks_of_a_plan_and_of_a_transaction_read_no_context(monkeypatc
         assert (found[-1][1] is ValueError) == refused
         assert not refused or found[-1][3] is je.StaleTransactionError
     assert found[0] == found[1]
+
+
+def test_C10_beginning_a_turn_makes_the_same_calls_however_long_the_queue():
+    def cost(waiting):
+        state = je.init_state(MODEL, SMALL)
+        for _ in range(waiting + 1):
+            state, request_id = je.create_request(state)
+            state, _ = je.begin_turn(state, request_id, [1])
+            state, _ = je.cancel_turn(state, request_id, 1)
+        state, _ = je.drain(state, 1)
+        assert len(state.control.events) == waiting
+        return calls(lambda: je.begin_turn(state, 1, [1]))[0]
+
+    assert cost(2) == cost(500)
 
 
 def outcome(call, *arguments):

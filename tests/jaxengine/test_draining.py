@@ -11,7 +11,9 @@ from tests.jaxengine.scripts import MODEL, commands, steps
 
 
 def without_queue(state):
-    return leaves(state.replace(control=state.control.replace(events=())))
+    """Every leaf but the queue, and what each request has in it."""
+    requests = state.control.requests.replace(undrained=0 * state.control.requests.undrained)
+    return leaves(state.replace(control=state.control.replace(events=(), requests=requests)))
 
 
 def drained_by_hand(events, count, request_id):

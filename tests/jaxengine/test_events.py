@@ -199,14 +199,6 @@ def test_B6_a_shortage_is_an_event_of_no_request_and_never_silence():
     assert requests[1].tokens.tolist() == [2] * 40 + continuation([2] * 40, 1)
 
 
-def test_B7_draining_changes_nothing_but_the_queue():
-    engine, _ = engine_with(*PROMPTS)
-    engine.run(1)
-    before = leaves(engine.state.replace(control=engine.state.control.replace(events=())))
-    assert len(engine.run(9)) == 2
-    assert_same(before, leaves(engine.state))
-
-
 def test_B9_pending_means_retained_events_or_a_live_turn():
     engine = je.Engine(MODEL, SMALL)
     assert not engine.has_pending_requests()

@@ -119,6 +119,14 @@ RULES = {
         lambda s: changed(rewritten(s, 0, tokens=[1] * 5), 0, length=5),
         "request 1: it decodes with other than one unprocessed token",
     ),
+    "an event uncounted": (
+        lambda s: changed(s, 0, undrained=9),
+        "request 1: its events in the queue are not as many as it counts",
+    ),
+    "an event of nobody": (
+        lambda s: je.requests.publish(s, je.EventRecord(99, 1, je.EngineEventFlags.TOKEN)),
+        "request 99: it has events but is not there",
+    ),
     "active without a place": (
         lambda s: changed(s, 3, status=2),
         "request 4: it is active without being resident",
