@@ -119,10 +119,11 @@ class EngineConfig:
         chunk_size: Most tokens of one row's prefill in one step; None sets no limit but `max_scheduled_tokens`.
         memory_fraction: Share of the free memory for a pool of no given size; None takes 0.9 of an accelerator's and
             0.25 of a host's, which others use too.
-        fairness_bound: Most steps for which a request that could run is passed over while others are served.
+        fairness_bound: Most steps for which a request is passed over while others are served, if it could run or if
+            it waits for blocks that finishing work could free; `jaxengine.scheduling` says where it can't be kept.
         policy: In which order requests are considered within that bound.
         preemption: What happens when nobody can go on, or a request has waited up to the bound for blocks: "recompute"
-            takes the youngest request's blocks back and runs its tokens again later, with the same outcome; "none"
+            takes the blocks of a younger one back and runs its tokens again later, with the same outcome; "none"
             leaves it to the caller to close something.
         failure_policy: What an unknown error before the device write costs: "stop" ends every turn and the engine,
             "isolate" tries the step again and then its rows in halves, and ends the request that fails alone.

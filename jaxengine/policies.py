@@ -1,8 +1,8 @@
 """Scheduling policies: in which order the candidates of a step are considered.
 
 A policy is a pure function from `Candidates` to a permutation of them. It only ranks: what fits is decided by the
-planner, which skips what doesn't, and which serves whoever has waited up to `EngineConfig.fairness_bound` steps before
-anyone else, whatever the policy says.
+planner, which skips what doesn't, and which serves whoever would else wait for more than `EngineConfig.fairness_bound`
+steps before anyone else, whatever the policy says.
 """
 
 from __future__ import annotations

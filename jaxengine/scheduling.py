@@ -1,17 +1,29 @@
 """Who runs next: one look at the control value, from the requests that want to run to the rows of a step.
 
 The policy ranks the candidates, and each is taken if its blocks and its place are at hand; one that isn't hides no
-later one. Three rules stand above the policy. Whoever could run and would otherwise be passed over for more than
-`fairness_bound` steps goes first. Whoever has waited up to the bound for blocks has the first claim on those that come
-free, before anybody's input but not before the next slot of those that decode, who else could never finish. And under
-`preemption="recompute"` such a one, or everybody when nobody can go on, is helped by the youngest resident, which
-gives its blocks back and runs its tokens again later.
+later one. Two rules stand above the policy. Whoever could run and would otherwise be passed over for more than
+`fairness_bound` steps goes first. And whoever's wait comes to the bound has a claim on the blocks that it needs, if
+it has a place at hand and live requests can free them: no newcomer that has waited less is let in on those.
+
+Under `preemption="recompute"` such a request gets its blocks in time: residents give theirs back, the youngest first,
+and run their tokens again later. Those ahead of it keep theirs. Ahead of a request are the others that have waited
+longer, and of the residents that did so before they were let in, those that had no token of their stay when its own
+wait began; each may use what it has run for `fairness_bound` steps from its first token. So a stay brings at least
+one token, and two requests that don't fit together don't change places at every step.
+
+Hence a request waits at most `fairness_bound` steps, from 2 up, if it fits into the pool beside those ahead of it and
+the finished ones, and none of those waits for a place; and if `max_scheduled_tokens` is below `max_batch_size`, as
+many steps longer as it takes to serve a full batch once. Beyond that it waits for the stays of those ahead, each of
+at most its prefill and `fairness_bound` steps. When nobody can go on, the youngest residents give way to an older
+one.
 
 A static batch is closed to newcomers: they wait until all its members are through. Then it is recycled, which takes
 their blocks and places away in a step of its own, so that no step writes what the state before it can read.
 
-To serve by deadline only as far as the bound needs is the earliest-deadline-first rule of Liu and Layland, "Scheduling
-algorithms for multiprogramming in a hard-real-time environment" (1973), put off as long as it allows.
+To serve by deadline only as far as the bound needs is the earliest-deadline-first rule of Liu and Layland,
+"Scheduling algorithms for multiprogramming in a hard-real-time environment" (1973), put off as long as it allows. To
+fill gaps with whoever fits, at the risk of giving way to one that waited longer, is the backfilling of batch
+schedulers.
 """
 
 from __future__ import annotations
@@ -90,21 +102,24 @@ class _Demand:
     Attributes:
         rows: int64[n], rows of the control columns.
         wanted: int64[n], blocks beyond those that it holds.
+        claims: bool[n], whether its wait comes to the bound, so that later newcomers have to leave it its blocks.
         claimed: int64[n], free blocks that it has to leave to others.
         is_new: bool[n], whether it needs a place.
-        is_prefill: bool[n].
         waited: int64[n], steps since it was served.
         seniority: int64[n], indices from the longest waiting to the shortest.
+        reachable: bool[n], whether it has a place, or gets a free one by seniority, and the blocks that it needs are
+            free or held by live requests.
         fits: bool[n], whether it could run if it were considered first.
     """
 
     rows: np.ndarray
     wanted: np.ndarray
+    claims: np.ndarray
     claimed: np.ndarray
     is_new: np.ndarray
-    is_prefill: np.ndarray
     waited: np.ndarray
     seniority: np.ndarray
+    reachable: np.ndarray
     fits: np.ndarray
 
 
@@ -119,10 +134,15 @@ def _ranked(control: Control, rows: np.ndarray) -> np.ndarray:
         num_unprocessed=requests.length[rows] - requests.processed[rows],
         waited=control.counters[STEPS] - requests.served[rows],
     )
-    order = np.asarray(policy(candidates))
-    if order.shape != rows.shape or not np.array_equal(np.sort(order), np.arange(len(rows))):
+    returned = policy(candidates)
+    try:
+        order = np.asarray(returned)
+    except ValueError:  # NumPy's, about rows of different lengths
+        order = _NONE
+    in_form = order.shape == rows.shape and np.issubdtype(order.dtype, np.integer)
+    if not in_form or not np.array_equal(np.sort(order), np.arange(len(rows))):
         raise ValueError(
-            f"EngineConfig.policy {policy!r} returned {order!r}; return each index from 0 to {len(rows) - 1} once"
+            f"EngineConfig.policy {policy!r} returned {returned!r}; return each index from 0 to {len(rows) - 1} once"
         )
     return order
 
@@ -130,22 +150,25 @@ def _ranked(control: Control, rows: np.ndarray) -> np.ndarray:
 def _demand(control: Control, rows: np.ndarray) -> _Demand:
     requests, config = control.requests, control.config
     free_blocks, free_places = _room(control)
-    wanted = blocks_for(requests.length[rows], config.block_size) - control.blocks_held[rows]
+    held = control.blocks_held[rows]
+    needed = blocks_for(requests.length[rows], config.block_size)
+    wanted = needed - held
     is_new = requests.place[rows] < 0
-    is_prefill = requests.processed[rows] < requests.input_end[rows]
     waited = control.counters[STEPS] - requests.served[rows]
     seniority = np.lexsort((requests.submitted[rows], -waited))
 
-    claims = np.where(is_prefill & (wanted > free_blocks) & (waited >= config.fairness_bound - 1), wanted, 0)
-    claimed = np.zeros(len(rows), np.int64)
-    claimed[seniority] = np.cumsum(claims[seniority]) - claims[seniority]
-    claimed[~is_prefill | (wanted == 0)] = 0
-
-    # As many newcomers as there are places, the longest waiting ones.
+    # As many newcomers as there are places, the longest waiting ones; and nobody who needs what finished ones hold.
     place_rank = np.zeros(len(rows), np.int64)
     place_rank[seniority] = np.cumsum(is_new[seniority])
-    fits = (wanted + claimed <= free_blocks) & (~is_new | (place_rank <= free_places))
-    return _Demand(rows, wanted, claimed, is_new, is_prefill, waited, seniority, fits)
+    reachable = (~is_new | (place_rank <= free_places)) & (needed <= free_blocks + int(held.sum()))
+
+    claims = reachable & (waited >= config.fairness_bound - 1)
+    claimed = np.zeros(len(rows), np.int64)
+    claimed[seniority] = np.cumsum((claims * wanted)[seniority])
+    # Residents go on whatever is claimed: who else could never finish.
+    claimed = np.where(is_new, claimed - claims * wanted, 0)
+    fits = reachable & (wanted + claimed <= free_blocks)
+    return _Demand(rows, wanted, claims, claimed, is_new, waited, seniority, reachable, fits)
 
 
 def _room(control: Control) -> tuple[int, int]:
@@ -164,15 +187,21 @@ def _select(control: Control, demand: _Demand) -> tuple[np.ndarray, int]:
     possible = (demand.wanted + demand.claimed <= free_blocks) & (~demand.is_new | (free_places > 0))
     positions = np.flatnonzero(possible[sequence])
     able = sequence[positions]
-    wanted, claimed, is_new = (c[able].tolist() for c in (demand.wanted, demand.claimed, demand.is_new))
+    columns = (demand.wanted, demand.claims, demand.claimed, demand.is_new)
+    wanted, claims, claimed, is_new = (column[able].tolist() for column in columns)
     chosen: list[int] = []
     considered = len(sequence)
+    unclaimed = free_blocks
     for i in range(len(able)):
-        if wanted[i] + claimed[i] > free_blocks or (is_new[i] and free_places == 0):
+        if wanted[i] > free_blocks:
+            continue
+        if is_new[i] and (free_places == 0 or wanted[i] + claimed[i] > unclaimed):
             continue
         chosen.append(i)
         free_blocks -= wanted[i]
         free_places -= is_new[i]
+        # Blocks that go to their claimant are still part of what others had to leave.
+        unclaimed -= 0 if claims[i] else wanted[i]
         if len(chosen) == rows_left:
             considered = int(positions[i]) + 1
             break
@@ -180,15 +209,31 @@ def _select(control: Control, demand: _Demand) -> tuple[np.ndarray, int]:
 
 
 def _by_deadline(demand: _Demand, rows: int, bound: int) -> np.ndarray:
-    """Every index, those first that the bound can't put off, the longest waiting in front."""
-    able = demand.seniority[demand.fits[demand.seniority]]
+    """Every index, those first that the bound can't put off: residents get rows first, then the eldest."""
+    senior = demand.seniority[demand.reachable[demand.seniority]]
+    residents = senior[~demand.is_new[senior]]
+    pressing = _distinct(
+        np.concatenate([_pressing(demand, group, rows, bound) for group in (residents, senior)])
+    )
+    # Whoever has a row takes blocks by seniority: they may have been made free for the eldest.
+    head = senior[np.isin(senior, pressing[:rows])]
+    return _distinct(np.concatenate([head, pressing, np.arange(len(demand.rows))]))
+
+
+def _pressing(demand: _Demand, group: np.ndarray, rows: int, bound: int) -> np.ndarray:
+    """Those of `group`, sorted by seniority, who have to run now so that everyone in it can run in time."""
+    fits = demand.fits[group]
+    able = group[fits]
     slack = np.maximum(bound - demand.waited[able], 0)
-    # Everyone with a slack of at most s has to run within s + 1 steps, of which this is one.
-    must = (np.arange(1, len(able) + 1) - rows * slack).max(initial=0)
-    first = able[:must]
-    rest = np.ones(len(demand.rows), bool)
-    rest[first] = False
-    return np.concatenate([first, np.flatnonzero(rest)])
+    # Everyone with a slack of at most s has to run within s + 1 steps, of which this is one. Elder ones whose blocks
+    # are not at hand count: theirs may come just in time.
+    must = np.minimum(np.flatnonzero(fits) + 1 - rows * slack, np.arange(1, len(able) + 1))
+    return able[: must.max(initial=0)]
+
+
+def _distinct(indices: np.ndarray) -> np.ndarray:
+    """Each index once, where it comes first."""
+    return indices[np.sort(np.unique(indices, return_index=True)[1])]
 
 
 def _only_suspects(control: Control, demand: _Demand, sequence: np.ndarray) -> np.ndarray:
@@ -202,50 +247,77 @@ def _only_suspects(control: Control, demand: _Demand, sequence: np.ndarray) -> n
 
 
 def _victims(control: Control, demand: _Demand, taken: np.ndarray) -> np.ndarray:
-    """Rows that give their blocks back, so that somebody who waits for blocks can run in the next step."""
-    requests = control.requests
-    free_blocks, free_places = _room(control)
-    free_blocks -= int(demand.wanted[taken].sum())
-    free_places -= int(demand.is_new[taken].sum())
+    """Rows that give their blocks back, so that whoever reaches the bound can run next, or anybody at all."""
     left = np.ones(len(demand.rows), bool)
     left[taken] = False
-    resident = demand.rows[~demand.is_new]
-    youngest = resident[np.argsort(-requests.order[resident])]
-
-    bound = control.config.fairness_bound
-    overdue = left & (demand.wanted > _room(control)[0]) & (demand.waited >= bound - 1)
-    if overdue.any():
-        who = demand.seniority[overdue[demand.seniority]][:1]
-        # One that came in lately, or is still in its prefill, keeps its blocks: else two could take turns for ever.
-        settled = (
-            (control.counters[STEPS] - requests.admitted[youngest] >= bound)
-            & (requests.processed[youngest] >= requests.input_end[youngest])
-            & (youngest != demand.rows[who])
-        )
-        found = _enough(control, demand, who, youngest[settled], free_blocks, free_places)
-        if len(found):
-            return found
-    if len(taken) == 0 and left.any():
-        return _enough(control, demand, np.flatnonzero(left), youngest, free_blocks, free_places)
-    return _NONE
+    late = demand.waited >= control.config.fairness_bound - 1
+    room = _room(control)[0] - int(demand.wanted[taken].sum())
+    # What comes free with each: its blocks, and those that it would get in this step.
+    gain = control.blocks_held[demand.rows] + np.where(left, 0, demand.wanted)
+    residents = np.flatnonzero(~demand.is_new)
+    order = control.requests.order[demand.rows[residents]]
+    victims = residents[np.lexsort((-order, late[residents]))]
+    # Whoever is served at the last moment is not put off by this.
+    victims = victims[left[victims] | ~late[victims] | (demand.waited[victims] == 0)]
+    evicted = _for_the_due(control, demand, left & late & demand.reachable, victims, gain, room)
+    if len(evicted) == 0 and len(taken) == 0 and left.any():
+        evicted = _for_anybody(demand, residents[np.argsort(-order)], gain, room)
+    return demand.rows[evicted]
 
 
-def _enough(
-    control: Control,
-    demand: _Demand,
-    who: np.ndarray,
-    victims: np.ndarray,
-    free_blocks: int,
-    free_places: int,
+def _for_the_due(
+    control: Control, demand: _Demand, due: np.ndarray, victims: np.ndarray, gain: np.ndarray, room: int
 ) -> np.ndarray:
-    """The fewest of `victims`, from the front, that let one of the candidates `who` run; none if none could."""
-    for count in range(1, len(victims) + 1):
-        chosen = victims[:count]
-        blocks = free_blocks + int(control.blocks_held[chosen].sum())
-        helped = (demand.wanted[who] <= blocks) & (~demand.is_new[who] | (free_places + count > 0))
-        if (helped & ~np.isin(demand.rows[who], chosen)).any():
-            return chosen
-    return _NONE
+    """Indices from the front of `victims` that make room for each of the `due` in turn, the longest waiting first."""
+    evicted = np.zeros(len(due), bool)
+    spared = np.zeros(len(due), bool)
+    newcomers_wait = False
+    for who in demand.seniority[due[demand.seniority]].tolist():
+        if evicted[who] or (newcomers_wait and demand.is_new[who]):
+            continue
+        spared[who] = True
+        open_to = victims[_gives_way(control, demand.rows[victims], demand.rows[who])]
+        open_to = open_to[~(evicted | spared)[open_to]]
+        count = _fewest(gain[open_to], int(demand.wanted[who]) - room)
+        if count is None:
+            newcomers_wait = True
+            continue
+        evicted[open_to[:count]] = True
+        room += int(gain[open_to[:count]].sum() - demand.wanted[who])
+    return np.flatnonzero(evicted)
+
+
+def _gives_way(control: Control, residents: np.ndarray, row: int) -> np.ndarray:
+    """bool[residents], whether each was let in past `row`, which waited longer, or has had a stay of its own."""
+    requests = control.requests
+    queued, since = requests.queued[residents], requests.served[row]
+    later = requests.submitted[residents] > requests.submitted[row]
+    stayed = control.counters[STEPS] - requests.settled[residents] >= control.config.fairness_bound - 1
+    return (queued > since) | ((queued == since) & later) | ((requests.settled[residents] >= 0) & stayed)
+
+
+def _for_anybody(demand: _Demand, youngest: np.ndarray, gain: np.ndarray, room: int) -> np.ndarray:
+    """The fewest of the youngest whose blocks let an older resident go on, or if none could, a newcomer."""
+    found = []
+    for who in youngest[::-1]:
+        others = youngest[youngest != who]
+        count = _fewest(gain[others], int(demand.wanted[who]) - room)
+        if count is not None:
+            found.append(others[:count])
+    newcomers = np.flatnonzero(demand.is_new)
+    if not found and len(newcomers):
+        least = int((demand.wanted + demand.claimed)[newcomers].min())
+        count = _fewest(gain[youngest], least - room)
+        if count is not None:
+            # Its place comes free with the first of them.
+            found.append(youngest[: max(count, 1)])
+    return min(found, key=len, default=_NONE)
+
+
+def _fewest(gains: np.ndarray, missing: int) -> int | None:
+    """How many of `gains`, from the front, make up for what is missing; None if all don't."""
+    count = int(np.searchsorted(np.cumsum(np.append(0, gains)), missing))
+    return count if count <= len(gains) else None
 
 
 def _grow(control: Control, selected: np.ndarray) -> np.ndarray:

@@ -65,6 +65,8 @@ class Requests:
         place: int32, the row of the device block table while resident, else -1.
         order: int64, rank of its admission among residents, else -1.
         admitted: int64, the count of steps when it was admitted, 0 before it ever was.
+        queued: int64, the count of steps when it began to wait for the place that it has.
+        settled: int64, the count of steps when it first chose a token since it has this place; -1 before.
         submitted: int64, rank of its newest `begin_turn`.
         served: int64, the count of steps when it last ran, or was queued.
         stamp: uint64, a digest of every call that changed the request between steps.
@@ -86,6 +88,8 @@ class Requests:
     place: np.ndarray
     order: np.ndarray
     admitted: np.ndarray
+    queued: np.ndarray
+    settled: np.ndarray
     submitted: np.ndarray
     served: np.ndarray
     stamp: np.ndarray
@@ -114,6 +118,8 @@ COLUMN_DTYPES = {
     "place": np.int32,
     "order": np.int64,
     "admitted": np.int64,
+    "queued": np.int64,
+    "settled": np.int64,
     "submitted": np.int64,
     "served": np.int64,
     "stamp": np.uint64,

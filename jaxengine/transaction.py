@@ -303,9 +303,10 @@ def _next_control(control: Control, transaction: Transaction) -> Control:
     counters = control.counters.copy()
     first_order = counters[ADMISSIONS] + 1
     counters[[DEFERRALS, ADMISSIONS, STEPS]] += plan.deferred, newcomers, int(len(index) > 0)
-    order, admitted = control.requests.order[index], control.requests.admitted[index]
+    requests = control.requests
+    order = requests.order[index]
     order[plan.is_new] = first_order + np.arange(newcomers)
-    admitted[plan.is_new] = counters[STEPS]
+    settled = np.where(plan.is_new, -1, requests.settled[index])
     control = control.replace(  # type: ignore[attr-defined]
         blocks=_with_reserved(control, index, plan),
         free_blocks=control.free_blocks[: len(control.free_blocks) - len(plan.reserved)],
@@ -318,7 +319,9 @@ def _next_control(control: Control, transaction: Transaction) -> Control:
         status=RequestStatus.ACTIVE,
         place=plan.places,
         order=order,
-        admitted=admitted,
+        admitted=np.where(plan.is_new, counters[STEPS], requests.admitted[index]),
+        queued=np.where(plan.is_new, requests.served[index], requests.queued[index]),
+        settled=np.where(plan.samples & (settled < 0), counters[STEPS], settled),
         served=counters[STEPS],
         processed=plan.past + plan.num_tokens,
         failures=0,

@@ -25,7 +25,11 @@ LIVE = (RequestStatus.QUEUED, RequestStatus.ACTIVE)
 
 @dataclasses.dataclass(eq=False)
 class NaiveRequest:
-    """One request; `blocks` counts those it holds, `rank` is its place in the order of admission."""
+    """One request; `blocks` counts those it holds, `rank` is its place in the order of admission.
+
+    `served`, `queued` and `settled` are counts of steps: when it last ran or was queued, when it began to wait for its
+    place, and when it had its first token there.
+    """
 
     id: int
     max_session: int
@@ -36,7 +40,8 @@ class NaiveRequest:
     turn: int = 0
     submitted: int = 0
     served: int = 0
-    admitted: int = 0
+    queued: int = 0
+    settled: int | None = None
     rank: int | None = None
     blocks: int = 0
     prompt_tokens: int = 0
@@ -146,6 +151,8 @@ class NaiveEngine:
         hopeless = [r for r in self.candidates() if needed(r) > self.config.num_blocks]
         candidates = [r for r in self.candidates() if r not in hopeless]
         senior = sorted(candidates, key=lambda r: (r.served, r.submitted))
+        with_a_place = [r for r in senior if r.rank is None][:places]
+        available = free + sum(r.blocks for r in candidates)
 
         def slack(r: NaiveRequest) -> int:
             return max(bound - (self.steps - r.served), 0)
@@ -153,29 +160,31 @@ class NaiveEngine:
         def wanted(r: NaiveRequest) -> int:
             return needed(r) - r.blocks
 
-        def claimed(r: NaiveRequest) -> int:
-            if not r.is_prefill or wanted(r) == 0:
-                return 0
-            before = senior[: senior.index(r)]
-            return sum(wanted(s) for s in before if s.is_prefill and wanted(s) > free and slack(s) <= 1)
+        def reachable(r: NaiveRequest) -> bool:
+            return needed(r) <= available and (r.rank is not None or r in with_a_place)
 
-        newcomers = [r for r in senior if r.rank is None]
-        able = [
-            r
-            for r in senior
-            if wanted(r) + claimed(r) <= free and (r.rank is not None or newcomers.index(r) < places)
-        ]
-        # The fewest that must go now, if the others follow a full step at a time and nobody may miss the bound.
-        must = next(
-            m
-            for m in range(len(able) + 1)
-            if all((k - m) // most_rows + 1 <= slack(able[k]) for k in range(m, len(able)))
-        )
-        first = able[:must]
-        order = first + [r for r in candidates if r not in first]
+        def claims(r: NaiveRequest) -> bool:
+            return reachable(r) and slack(r) <= 1
+
+        def claimed(r: NaiveRequest) -> int:
+            return sum(wanted(s) for s in senior[: senior.index(r)] if claims(s)) if r.rank is None else 0
+
+        def pressing(group: list[NaiveRequest]) -> list[NaiveRequest]:
+            """The fewest that must go now, if the others follow a full step at a time and nobody may miss the bound."""
+            able = [(k, r) for k, r in enumerate(group) if wanted(r) + claimed(r) <= free]
+            for count in range(len(able) + 1):
+                if all((k - count) // most_rows + 1 <= slack(r) for k, r in able[count:]):
+                    break
+            return [r for _, r in able[:count]]
+
+        first = pressing([r for r in senior if reachable(r) and r.rank is not None])
+        first += [r for r in pressing([r for r in senior if reachable(r)]) if r not in first]
+        order = sorted(first[:most_rows], key=senior.index) + first[most_rows:]
+        order += [r for r in candidates if r not in order]
         for group in self.suspects:
-            if any(r.id in group for r in able):
-                order = [r for r in order if r.id in group and r in able]
+            able = [r for r in order if r.id in group and reachable(r) and wanted(r) + claimed(r) <= free]
+            if able:
+                order = able
                 break
 
         rows: list[NaiveRow] = []
@@ -183,8 +192,11 @@ class NaiveEngine:
         for request in order:
             if len(rows) == most_rows:
                 break
-            fits = wanted(request) + claimed(request) <= left_free
-            if not fits or (request.rank is None and left_places == 0):
+            unclaimed = free - sum(row.new_blocks for row in rows if not claims(row.request))
+            fits = wanted(request) <= left_free
+            if request.rank is None:
+                fits = fits and left_places > 0 and wanted(request) + claimed(request) <= unclaimed
+            if not fits:
                 deferred += 1
             else:
                 rows.append(NaiveRow(request, 1, wanted(request)))
@@ -193,32 +205,50 @@ class NaiveEngine:
 
         evicted: list[NaiveRequest] = []
         if self.config.preemption == "recompute":
-            chosen = [row.request for row in rows]
-            left = [r for r in candidates if r not in chosen]
+            chosen = {row.request.id: row.new_blocks for row in rows}
+            left = [r for r in senior if r.id not in chosen]
             youngest = sorted((r for r in candidates if r.rank is not None), key=lambda r: -r.rank)
 
-            def enough(who: list[NaiveRequest], victims: list[NaiveRequest]) -> list[NaiveRequest]:
-                for count in range(1, len(victims) + 1):
-                    gone = victims[:count]
-                    room = left_free + sum(v.blocks for v in gone)
-                    for r in who:
-                        if (
-                            r not in gone
-                            and wanted(r) <= room
-                            and (r.rank is not None or left_places + count > 0)
-                        ):
-                            return gone
-                return []
+            def fewest(victims: list[NaiveRequest], missing: int) -> list[NaiveRequest] | None:
+                for count in range(len(victims) + 1):
+                    if sum(v.blocks + chosen.get(v.id, 0) for v in victims[:count]) >= missing:
+                        return victims[:count]
+                return None
 
-            overdue = [r for r in senior if r in left and wanted(r) > free and slack(r) <= 1][:1]
-            settled = [
-                r
-                for r in youngest
-                if not r.is_prefill and self.steps - r.admitted >= bound and r not in overdue
-            ]
-            evicted = enough(overdue, settled)
+            def gives_way(v: NaiveRequest, who: NaiveRequest) -> bool:
+                came_later = (v.queued, v.submitted) > (who.served, who.submitted)
+                return came_later or (v.settled is not None and self.steps - v.settled >= bound - 1)
+
+            room, spared, nobody_new = left_free, [], False
+            for who in left:
+                if not claims(who) or who in evicted or (nobody_new and who.rank is None):
+                    continue
+                spared.append(who)
+                victims = [
+                    v
+                    for v in sorted(youngest, key=lambda v: slack(v) <= 1)
+                    if gives_way(v, who)
+                    and v not in evicted
+                    and v not in spared
+                    # One that is served at the last moment is not put off.
+                    and (v in left or slack(v) > 1 or v.served == self.steps)
+                ]
+                found = fewest(victims, wanted(who) - room)
+                if found is None:
+                    nobody_new = True
+                else:
+                    evicted += found
+                    room += sum(v.blocks + chosen.get(v.id, 0) for v in found) - wanted(who)
             if not evicted and not rows:
-                evicted = enough(left, youngest)
+                options = [
+                    fewest([v for v in youngest if v is not r], wanted(r) - room) for r in reversed(youngest)
+                ]
+                newcomers = [r for r in left if r.rank is None]
+                if all(option is None for option in options) and newcomers:
+                    least = min(wanted(r) + claimed(r) for r in newcomers)
+                    found = fewest(youngest, least - room)
+                    options.append(found if found is None else found or youngest[:1])
+                evicted = min((option for option in options if option is not None), key=len, default=[])
             rows = [row for row in rows if row.request not in evicted]
         budget = self.config.max_scheduled_tokens - len(rows)
         for row in rows:
@@ -243,7 +273,7 @@ class NaiveEngine:
             request = row.request
             if request.rank is None:
                 self.last_rank += 1
-                request.rank, request.admitted = self.last_rank, self.steps
+                request.rank, request.queued, request.settled = self.last_rank, request.served, None
             request.served = self.steps
             request.blocks += row.new_blocks
             request.processed += row.count
@@ -259,6 +289,7 @@ class NaiveEngine:
         self.preemptions += len(plan.evicted)
         for row in rows:
             if row.request.processed == len(row.request.tokens):
+                row.request.settled = self.steps if row.request.settled is None else row.request.settled
                 self._sample(row.request)
         for request in hopeless:
             self.finish(request, FinishReason.FAILED, EngineErrorCode.REQUEST_UNSERVICEABLE)
