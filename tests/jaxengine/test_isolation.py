@@ -27,7 +27,7 @@ CONFIGS = {
     "two rows": dataclasses.replace(ISOLATE, max_batch_size=2),
     "short of blocks": dataclasses.replace(ISOLATE, num_blocks=6),
     "impatient": dataclasses.replace(ISOLATE, fairness_bound=2, num_blocks=8),
-    "static": dataclasses.replace(ISOLATE, batching="static", num_blocks=None),
+    "static": dataclasses.replace(ISOLATE, batching="static", num_blocks=None, block_size=16),
 }
 LIMIT = 5
 RETRYABLE = (None, Flags.RETRYABLE, Code.RETRYABLE_EXECUTION)
