@@ -180,6 +180,7 @@ def test_F8_one_fault_in_any_step_loses_nothing(stage, kind, policy):
         assert story.stops == (not story.lost and expected is not None and expected not in REPORTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["stop", "isolate"])
 @pytest.mark.parametrize(("stage", "kind"), FAULTS, ids=NAMES)
 def test_F8_any_two_faults_in_any_order_lose_nothing(stage, kind, policy):
@@ -195,6 +196,7 @@ def test_F8_any_two_faults_in_any_order_lose_nothing(stage, kind, policy):
         assert story.lost == (Stage.PUBLISH in (stage, second_stage))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     prompts=st.lists(st.lists(st.integers(0, LETTERS - 1), min_size=1, max_size=20), min_size=1, max_size=5),

@@ -59,6 +59,7 @@ def answered(request, prompt, count=LIMIT):
 # Who fails
 
 
+@pytest.mark.slow
 @settings(max_examples=120)
 @given(
     prompts=st.lists(st.lists(st.integers(0, LETTERS - 1), min_size=1, max_size=10), min_size=1, max_size=7),
