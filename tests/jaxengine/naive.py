@@ -125,7 +125,8 @@ class NaiveEngine:
         return True
 
     def close(self, request_id: int) -> None:
-        self.requests.pop(request_id, None)
+        if self.requests.pop(request_id, None):
+            self._acquit([request_id])
         self.events = [event for event in self.events if event.request_id != request_id]
 
     def drain(self, count: int) -> tuple[EventRecord, ...]:
@@ -279,9 +280,7 @@ class NaiveEngine:
             request.processed += row.count
             request.status = RequestStatus.ACTIVE
             request.failures = 0
-        run = {row.request.id for row in rows}
-        groups = [[member for member in group if member not in run] for group in self.suspects]
-        self.suspects = [group for group in groups if group]
+        self._acquit([row.request.id for row in rows])
         for request in plan.evicted:
             request.status, request.rank = RequestStatus.QUEUED, None
             request.blocks = request.processed = 0
@@ -316,11 +315,17 @@ class NaiveEngine:
         self, request: NaiveRequest, reason: FinishReason, code: EngineErrorCode = EngineErrorCode.NONE
     ) -> None:
         """Ends a turn; a code says that it failed."""
+        self._acquit([request.id])
         request.status = RequestStatus.TURN_COMPLETE
         flags = EngineEventFlags.TURN_FINISHED
         if code:
             flags |= EngineEventFlags.FAILED
         self._publish(request, flags, -1, reason, code)
+
+    def _acquit(self, ids: list[int]) -> None:
+        """These are no suspects any more."""
+        groups = [[member for member in group if member not in ids] for group in self.suspects]
+        self.suspects = [group for group in groups if group]
 
     def _publish(
         self,

@@ -143,7 +143,7 @@ class NaiveServer(NaiveEngine):
             self._announce(EngineEventFlags.CAPACITY_BLOCKED, EngineErrorCode.EXECUTION_CAPACITY_EXCEEDED)
         elif stage is Stage.RESERVE:
             self._stop(EngineErrorCode.ENGINE_CONTRACT_FAILURE)
-        elif self.config.failure_policy == "isolate" and ids:
+        elif self.config.failure_policy == "isolate" and (ids or [] not in self.suspects):
             self._announce(EngineEventFlags.RETRYABLE, EngineErrorCode.RETRYABLE_EXECUTION)
             self._suspect(ids)
         else:
@@ -151,15 +151,14 @@ class NaiveServer(NaiveEngine):
 
     def _suspect(self, ids: list[int]) -> None:
         """F9: once more as it was, then in halves, then whoever fails alone ends."""
-        if not self.suspects or any(member not in self.suspects[0] for member in ids):
+        if not ids or not self.suspects or any(member not in self.suspects[0] for member in ids):
             self.suspects.insert(0, ids)
-            return
-        half = len(ids) // 2
-        rest = [member for member in self.suspects[0] if member not in ids]
-        parts = [ids[:half], ids[half:]] if half else []
-        if not half:
+        elif len(ids) == 1:
             self.finish(self.requests[ids[0]], FinishReason.FAILED, EngineErrorCode.ENGINE_EXECUTION_FAILURE)
-        self.suspects[:1] = [group for group in (*parts, rest) if group]
+        else:
+            half = len(ids) // 2
+            rest = [member for member in self.suspects[0] if member not in ids]
+            self.suspects[:1] = [ids[:half], ids[half:], *([rest] if rest else [])]
 
     def _stop(self, code: EngineErrorCode) -> None:
         """F4: every live turn ends once; with none, the engine as a whole says so."""
