@@ -55,7 +55,7 @@ LIES = {
     "fewer blocks than tokens": replaced(
         reserved=lambda plan: plan.reserved[:0], num_reserved=lambda plan: plan.num_reserved * 0
     ),
-    "blocks dealt to the wrong row": replaced(num_reserved=lambda plan: plan.num_reserved + [-1, 1]),
+    "blocks dealt to the wrong row": replaced(num_reserved=lambda plan: np.add(plan.num_reserved, [-1, 1])),
     "blocks of others": replaced(reserved=lambda plan: plan.reserved * 0),
     "blocks out of order": replaced(reserved=lambda plan: plan.reserved[::-1]),
     "too many tokens": replaced(num_tokens=lambda plan: plan.num_tokens + 50),
