@@ -7,6 +7,7 @@ import os
 import signal
 import weakref
 
+import numpy as np
 import pytest
 
 import jaxengine as je
@@ -55,7 +56,9 @@ LIES = {
     "fewer blocks than tokens": replaced(
         reserved=lambda plan: plan.reserved[:0], num_reserved=lambda plan: plan.num_reserved * 0
     ),
-    "blocks dealt to the wrong row": replaced(num_reserved=lambda plan: np.add(plan.num_reserved, [-1, 1])),
+    "blocks dealt to the wrong row": replaced(
+        num_reserved=lambda plan: plan.num_reserved + np.array([-1, 1])
+    ),
     "blocks of others": replaced(reserved=lambda plan: plan.reserved * 0),
     "blocks out of order": replaced(reserved=lambda plan: plan.reserved[::-1]),
     "too many tokens": replaced(num_tokens=lambda plan: plan.num_tokens + 50),
