@@ -121,8 +121,7 @@ def _suspect(state: EngineState, ids: tuple[int, ...], detail: str) -> EngineSta
         groups = control.suspects
     else:
         half = len(ids) // 2
-        rest = tuple(member for member in groups[0] if member not in ids)
-        groups = (ids[:half], ids[half:], *((rest,) if rest else ()), *groups[1:])
+        groups = (ids[:half], ids[half:], *groups[1:])
     return state.replace(control=control.replace(suspects=groups))  # type: ignore[attr-defined]
 
 
