@@ -7,7 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks import decode_throughput, host_time, pool_scatter, report, weight_accuracy
+from benchmarks import decode_throughput, fairness, host_time, pool_scatter, report, weight_accuracy
 from tests.onnx_import.reference import model
 
 FIGURE = (int, float)
@@ -16,6 +16,7 @@ MAINS = {
     "weight_accuracy": (weight_accuracy.main, ["--int4", str(model("cpu-int4"))]),
     "pool_scatter": (pool_scatter.main, ["--pool-mib", "1"]),
     "host_time": (host_time.main, []),
+    "fairness": (fairness.main, ["--loads", "1"]),
 }
 
 
@@ -168,6 +169,27 @@ def test_prompts_differ_by_row_and_repeat_the_text_where_it_ends():
     (long,) = decode_throughput.prompts(model("cpu-fp32"), 1, 20_000)
     assert long[:48] == first
     assert len(long) == 20_000
+
+
+def test_C9_fairness(tmp_path, capsys):
+    sizes = ["--bound", "8", "--sessions", "6", "--places", "4", "--blocks", "4", "8", "--arrivals", "0.5"]
+    record = run("fairness", tmp_path, capsys, *sizes)
+    expected = {"bound": 8, "loads": 1, "sessions": 6, "places": 4, "blocks": [4, 8], "arrivals": 0.5}
+    assert record["settings"] == expected
+    settings = [
+        (name, blocks, way)
+        for name in fairness.POLICIES
+        for blocks in (4, 8)
+        for way in ("recompute", "none")
+    ]
+    assert [(row["policy"], row["num_blocks"], row["preemption"]) for row in record["rows"]] == settings
+    for row in record["rows"]:
+        check_figures(row, ("requests", "steps", "preemptions", "replayed_share", "forced", "overtaken"))
+        for kind in fairness.KINDS:
+            check_figures(row[kind], ("p50", "p99", "max"))
+            assert row[kind]["p50"] <= row[kind]["p99"] <= row[kind]["max"]
+        assert row["forced"] == 0 or row["preemption"] == "none"
+        assert row["preemptions"] == 0 or row["preemption"] == "recompute"
 
 
 @pytest.mark.parametrize(
