@@ -2,8 +2,10 @@
 
 import dataclasses
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
 
 import jaxengine as je
 from jaxengine.llm import LLM
@@ -90,6 +92,23 @@ def test_C11_E6_a_pool_too_small_for_all_at_once_changes_no_completion(folder, l
         assert is_idle(tight)
         assert tight._engine.metrics.preemptions
     assert completions == llm.generate(PROMPTS[:4], params, max_tokens=26)
+
+
+@pytest.fixture(scope="module")
+def tight(folder):
+    with LLM(folder, je.EngineConfig(max_batch_size=4, num_blocks=10, block_size=4, fairness_bound=3)) as llm:
+        yield llm
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(40, 90), min_size=1, max_size=20), min_size=1, max_size=6),
+    params=st.sampled_from([None, je.SamplingParams(temperature=1.0, top_k=0, seed=3)]),
+)
+@example([[50 + n] * 16 for n in range(6)], None)
+@settings(max_examples=8)
+def test_C11_any_list_of_prompts_ends_with_the_tokens_of_a_roomy_pool(tight, llm, prompts, params):
+    assert tight.generate(prompts, params, max_tokens=20) == llm.generate(prompts, params, max_tokens=20)
+    assert is_idle(tight)
 
 
 def test_K3_a_seed_makes_sampled_completions_repeatable(llm):
