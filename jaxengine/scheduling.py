@@ -7,9 +7,9 @@ it has a place at hand and live requests can free them: no newcomer that has wai
 
 Under `preemption="recompute"` such a request gets its blocks in time: residents give theirs back, the youngest first,
 and run their tokens again later. Those ahead of it keep theirs. Ahead of a request are the others that have waited
-longer, and of the residents that did so before they were let in, those that had no token of their stay when its own
-wait began; each may use what it has run for `fairness_bound` steps from its first token. So a stay brings at least
-one token, and two requests that don't fit together don't change places at every step.
+longer, and those residents that had waited longer before they were let in and had no token since then when its own
+wait began; each may use what it has run for `fairness_bound` steps from its first token. So two requests that don't
+fit together don't change places at every step, nor without a token.
 
 Hence a request waits at most `fairness_bound` steps, from 2 up, if it fits into the pool beside those ahead of it and
 the finished ones, and none of those waits for a place; and if `max_scheduled_tokens` is below `max_batch_size`, as
