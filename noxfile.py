@@ -20,6 +20,10 @@ nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
 
 
+# A worker a core; a file stays with one, so that what it compiles is compiled once.
+IN_PARALLEL = ("-n", "auto", "--dist", "loadfile")
+
+
 def newest_python() -> str | None:
     """Path of the newest released Python on PATH or under pyenv, None unless newer than the running one."""
     names = [f"python3.{minor}" for minor in range(sys.version_info.minor + 1, 30)]
@@ -57,7 +61,7 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The whole test suite."""
     session.install("-e", ".[test]")
-    session.run("pytest", "--durations=10", *session.posargs)
+    session.run("pytest", *IN_PARALLEL, "--durations=10", *session.posargs)
 
 
 NEWEST = newest_python()
@@ -70,7 +74,7 @@ def tests_newest(session: nox.Session) -> None:
         session.skip("this machine has no newer Python than {}.{}".format(*sys.version_info))
     session.install("--upgrade", "--upgrade-strategy=eager", "-e", ".[test]")
     session.run("python", "-c", "import sys, jax; print(sys.version, 'JAX', jax.__version__)")
-    session.run("pytest", "-m", "not slow and not demo", *session.posargs)
+    session.run("pytest", *IN_PARALLEL, "-m", "not slow and not demo", *session.posargs)
 
 
 def _pinned(*tools: str) -> list[str]:
