@@ -268,9 +268,12 @@ class Machine(RuleBasedStateMachine):
         if how == "run nothing":
             self.run_once(0)
         else:
-            self.twin.enter()
-            assert self.engine.has_pending_requests() == self.twin.has_pending
+            self.look()
         self.did(how)
+
+    def look(self):
+        self.twin.enter()
+        assert self.engine.has_pending_requests() == self.twin.has_pending
 
     @rule(tokens=TOKENS, limit=LIMIT, count=st.integers(1, MOST_REQUESTS), steps=st.integers(0, 6))
     def serve(self, tokens, limit, count, steps):
@@ -354,6 +357,8 @@ class Machine(RuleBasedStateMachine):
         for good in outcomes:
             self.drain()
             self.unblock()
+            # Reclaims requests whose handles are gone, so that the plan is the one that the step will make.
+            self.look()
             rows = [] if self.twin.stopped else self.twin.plan().rows
             ids = [row.request.id for row in rows][nth % max(len(rows), 1) :][:1]
             error = je.RetryableStepError("injected", tuple(ids))
