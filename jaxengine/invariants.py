@@ -78,6 +78,11 @@ def check_invariants(state: EngineState) -> None:
     found.extend(f"request {request_id}: it has events but is not there" for request_id in published[~known])
     counts = np.bincount(np.searchsorted(requests.id, published[known]), minlength=len(requests))
     require(requests.undrained == counts, "its events in the queue are not as many as it counts")
+    suspected = np.array([member for group in control.suspects for member in group], np.uint64)
+    found.extend(
+        f"request {request_id}: it is a suspect without a live turn"
+        for request_id in suspected[~np.isin(suspected, requests.id[live])]
+    )
     if control.failure is not None:
         require(~live, "it is live although the engine has stopped")
     if len(found):

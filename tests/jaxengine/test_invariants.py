@@ -127,6 +127,14 @@ RULES = {
         lambda s: je.requests.publish(s, je.EventRecord(99, 1, je.EngineEventFlags.TOKEN)),
         "request 99: it has events but is not there",
     ),
+    "a suspect at rest": (
+        lambda s: s.replace(control=s.control.replace(suspects=((1,), (2, 3)))),
+        "request 3: it is a suspect without a live turn",
+    ),
+    "a suspect that is closed": (
+        lambda s: s.replace(control=s.control.replace(suspects=((9,),))),
+        "request 9: it is a suspect without a live turn",
+    ),
     "active without a place": (
         lambda s: changed(s, 3, status=2),
         "request 4: it is active without being resident",
