@@ -156,9 +156,7 @@ class NaiveServer(NaiveEngine):
         elif len(ids) == 1:
             self.finish(self.requests[ids[0]], FinishReason.FAILED, EngineErrorCode.ENGINE_EXECUTION_FAILURE)
         else:
-            half = len(ids) // 2
-            rest = [member for member in self.suspects[0] if member not in ids]
-            self.suspects[:1] = [ids[:half], ids[half:], *([rest] if rest else [])]
+            self.suspects[:1] = [ids[: len(ids) // 2], ids[len(ids) // 2 :]]
 
     def _stop(self, code: EngineErrorCode) -> None:
         """F4: every live turn ends once; with none, the engine as a whole says so."""
