@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 
 import jaxengine as je
-from benchmarks.fairness import POLICIES, hostile
-from benchmarks.waits import Session, Simulation, Turn, simulate
+from benchmarks.fairness import POLICIES, hostile, prefill_first, shortest_first
+from benchmarks.waits import Session, Simulation, Turn, random_sessions, simulate
 from jaxengine import scheduling
 from jaxengine.policies import decode_first
 from jaxengine.toy import continuation, toy_model
@@ -78,6 +78,65 @@ def test_C9_nobody_waits_beyond_the_bound_whatever_the_policy_and_the_load(load)
 @pytest.mark.slow
 def test_C9_nobody_waits_beyond_the_bound_over_many_loads(load):
     check(*load)
+
+
+PINNED = {
+    "blocks come just in time for a row": (116, 2.0, 8, 4, 4, 1, 1, 8, shortest_first, "none"),
+    "whoever runs at the last moment is no victim": (
+        119,
+        0.3,
+        40,
+        4,
+        12,
+        16,
+        5,
+        2,
+        prefill_first,
+        "recompute",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PINNED)
+def test_C9_loads_that_found_a_mistake(name):
+    seed, arrivals, num_blocks, block_size, places, tokens, chunk, bound, policy, preemption = PINNED[name]
+    config = je.EngineConfig(
+        places,
+        tokens,
+        num_blocks,
+        block_size,
+        chunk,
+        fairness_bound=bound,
+        policy=policy,
+        preemption=preemption,
+    )
+    check(config, random_sessions(seed, 14, num_blocks * block_size, arrivals))
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "none"])
+def test_C9_a_newcomer_leaves_blocks_to_a_longer_wait_that_comes_to_the_bound(preemption):
+    """Ten blocks come free when the third has waited a step; the second takes three, and the fourth wants four."""
+
+    def third_last(candidates):
+        return np.argsort(candidates.request_ids == 3, kind="stable")
+
+    config = je.EngineConfig(
+        8, 64, num_blocks=11, block_size=4, fairness_bound=2, policy=third_last, preemption=preemption
+    )
+    sessions = [
+        Session(0, (Turn(24, 2),)),
+        Session(0, (Turn(1, 1), Turn(11, 3, pause=1))),
+        Session(1, (Turn(24, 3),)),
+        Session(2, (Turn(16, 3),)),
+    ]
+    simulation = Simulation(config, sessions)
+    for _ in range(2):
+        simulation._arrive()
+        simulation._step()
+        simulation.clock += 1
+    simulation._arrive()
+    plan = je.plan_step(simulation.state)
+    assert (plan.request_ids.tolist(), plan.num_reserved.tolist()) == ([2, 3], [3, 6])
 
 
 @pytest.mark.parametrize("policy", POLICIES.values())
