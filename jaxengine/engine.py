@@ -25,7 +25,14 @@ from jaxengine.invariants import check_invariants
 from jaxengine.metrics import EngineMetrics, metrics_of
 from jaxengine.model import Model
 from jaxengine.planning import StepOutcome, StepPlan, plan_step
-from jaxengine.state import EngineState, RequestStatus, init_state, require_healthy, require_unspent
+from jaxengine.state import (
+    EngineState,
+    RequestStatus,
+    facts_of,
+    init_state,
+    require_healthy,
+    require_unspent,
+)
 from jaxengine.transaction import commit, execute
 
 P = ParamSpec("P")
@@ -143,15 +150,17 @@ class Engine:
             TypeError: `state` is no EngineState.
             EngineError: The engine is closed, still has a state, or the call comes from another thread.
             SpentStateError: A commit has taken the state over.
-            ValueError: The state was made for another model.
+            ValueError: The state was made for another model, or for other settings of its folder.
         """
         self._require_thread()
         if self._closed or self._state is not None:
             remedy = "make a new one" if self._closed else "detach it first"
             raise EngineError(f"the engine {'is closed' if self._closed else 'has a state'}; {remedy}")
         require_unspent(state)
-        if state.control.facts.identity != self._model.decoder.identity:
-            raise ValueError("the state was made for another model; attach it to an engine of that model")
+        if state.control.facts != facts_of(self._model):
+            raise ValueError(
+                "the state was made for another model, or one of other settings; attach it to an engine of that model"
+            )
         with interrupts_deferred():
             self._state = state
             return {
@@ -187,7 +196,9 @@ class Engine:
     ) -> T:
         """Takes the state through a function of the core, on the owner's thread, and returns what else it returned."""
         self._enter()
-        self._state, result = transition(self.state, *args, **kwargs)
+        state, result = transition(self.state, *args, **kwargs)
+        require_unspent(state)
+        self._state = state
         return result
 
     def state_of(self, request: Request) -> EngineState | None:
@@ -266,6 +277,7 @@ class Engine:
     def _try_step(self) -> StepPlan | None:
         """One step, or the report of why there is none; returns the plan if it was committed."""
         plan: StepPlan | None = None
+        planned = self.state
         with contextlib.ExitStack() as stack:
             try:
                 plan = plan_step(self.state)
@@ -283,6 +295,9 @@ class Engine:
             except (ValueError, StaleTransactionError) as error:
                 if plan is None:
                     raise
+                if self.state is not planned:
+                    # A policy or a signal handler has called the engine meanwhile: the next run plans again.
+                    return None
                 refused = ContractError(f"the engine's own plan was refused: {error}")
                 refused.__cause__ = error
                 self._fail(plan, refused)

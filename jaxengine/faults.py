@@ -13,6 +13,8 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 
+from jaxengine.config import require_count
+
 
 class Stage(enum.Enum):
     """Where a step can be made to fail, in the order in which a step passes them."""
@@ -59,7 +61,16 @@ def inject_fault(stage: Stage, error: Exception, *, skip: int = 0) -> Iterator[F
         error: A `RetryableStepError` says that the step may be tried again; a `MemoryError` stands for memory that ran
             out; anything else for a failure that the engine doesn't know.
         skip: How many times the stage is passed unharmed first.
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: `skip` is negative.
     """
+    if not isinstance(stage, Stage):
+        raise TypeError(f"the stage is {stage!r}; give a Stage")
+    if not isinstance(error, Exception):
+        raise TypeError(f"the error is {error!r}; give an exception, made and not raised")
+    skip = require_count("skip", skip)
     fault = Fault(stage, error, skip)
     token = _armed.set((*_armed.get(), fault))
     try:

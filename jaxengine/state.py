@@ -232,6 +232,21 @@ class EngineState:
     store: Store
 
 
+def facts_of(model: Model) -> ModelFacts:
+    """Reads off a model what a state keeps of it."""
+    search = tuple(
+        sorted((key, _plain(value)) for key, value in model.config.search.items() if value is not None)
+    )
+    return ModelFacts(
+        identity=model.decoder.identity,
+        vocab_size=model.decoder.vocab_size,
+        max_length=model.config.max_length,
+        context_length=model.config.context_length,
+        eos_token_ids=frozenset(model.config.eos_token_ids),
+        search=search,
+    )
+
+
 def init_state(model: Model, config: EngineConfig) -> EngineState:
     """Makes the state of an engine with no requests.
 
@@ -252,17 +267,6 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
     if not isinstance(config, EngineConfig):
         raise TypeError(f"the config is {config!r}; give an EngineConfig")
     config = resolve_config(model, config)
-    search = tuple(
-        sorted((key, _plain(value)) for key, value in model.config.search.items() if value is not None)
-    )
-    facts = ModelFacts(
-        identity=model.decoder.identity,
-        vocab_size=model.decoder.vocab_size,
-        max_length=model.config.max_length,
-        context_length=model.config.context_length,
-        eos_token_ids=frozenset(model.config.eos_token_ids),
-        search=search,
-    )
     control = Control(
         requests=Requests(**{name: np.zeros(0, dtype) for name, dtype in COLUMN_DTYPES.items()}),
         tokens=LogTable.empty(),
@@ -273,7 +277,7 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
         suspects=(),
         failure=None,
         config=config,
-        facts=facts,
+        facts=facts_of(model),
     )
     # Made by the device, one by one: a shared zeros array could not be donated, and `jnp.zeros` may return one.
     make = jax.jit(jnp.zeros, static_argnums=(0, 1))

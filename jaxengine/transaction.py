@@ -8,9 +8,8 @@ whose class says what it costs.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator
+from types import TracebackType
 
 import jax
 import jax.numpy as jnp
@@ -162,21 +161,32 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
     return StagedStep(result, to, np.array(result.chosen)[:rows], model.programs)
 
 
-@contextlib.contextmanager
-def _failures_of(
-    store: Store, *, unknown: type[StepError] = ExecutionError, taken: bool = False
-) -> Iterator[None]:
-    """Raises what goes wrong inside as the `StepError` that it amounts to; `taken` if the store is being donated."""
-    try:
-        yield
-    except Exception as error:
-        if taken or _is_lost(store):
+class _failures_of:  # noqa: N801 - a context manager, used like a function
+    """Raises what goes wrong inside as the `StepError` that it amounts to; `taken` if the store is being donated.
+
+    A class, because a generator can't tell a StopIteration that it is to translate from its own end.
+    """
+
+    def __init__(
+        self, store: Store, *, unknown: type[StepError] = ExecutionError, taken: bool = False
+    ) -> None:
+        self._store, self._unknown, self._taken = store, unknown, taken
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception):
+            return
+        if self._taken or _is_lost(self._store):
             raise StoreLostError(f"the step failed and took the KV pool with it: {error}") from error
         if isinstance(error, StepError):
-            raise
+            return
         if ran_out_of_memory(error):
             raise ExecutionCapacityError(f"memory ran out during the step: {error}") from error
-        raise unknown(f"the step failed: {type(error).__name__}: {error}") from error
+        raise self._unknown(f"the step failed: {type(error).__name__}: {error}") from error
 
 
 def _is_lost(store: Store) -> bool:
