@@ -218,10 +218,10 @@ def check_that_steps_come_to_an_end(search):
 
 WORLDS = {
     # Settings and turns of a request; depth and states of the short search; depth and states of the thorough one.
-    "stop": ({}, 1, (12, 6824), (99, 0)),
-    "no preemption": ({"preemption": "none"}, 1, (8, 841), (99, 0)),
-    "isolate": ({"failure_policy": "isolate"}, 1, (8, 1205), (99, 0)),
-    "two turns": ({}, 2, (8, 1026), (12, 0)),
+    "stop": ({}, 1, (12, 6824), (18, 22135)),
+    "no preemption": ({"preemption": "none"}, 1, (8, 841), (99, 14394)),  # closed at depth 24
+    "isolate": ({"failure_policy": "isolate"}, 1, (8, 1205), (8, 1205)),
+    "two turns": ({}, 2, (8, 1026), (8, 1026)),
 }
 
 
