@@ -299,24 +299,20 @@ def window(
     return changed[:, 1:], hit
 
 
-# The same examples whatever the profile: a sum modulo 28 can miss by chance, once in 28 ** WINDOW or 20,000 times.
+# Drawn without Hypothesis, whose examples depend on the modules a process has loaded: a sum modulo 28 can miss by chance, once in 28 ** WINDOW or 20,000 times.
 @pytest.mark.parametrize(
     "fault", [*IN_DECODE, *IN_PREFILL, *IN_MASK_OF_PREFILL, *IN_PUBLISH], ids=lambda fault: fault.__name__
 )
 def test_P3_every_kind_of_fault_changes_the_tokens(fault):
     """Over 208 prompts none leaves three tokens in a row as they were; one missing key changes the very next token."""
-    rows = []
-
-    @settings(max_examples=26, derandomize=True)
-    @given(prompts=PROMPTS, reused=st.booleans(), seed=st.integers(0, 10**6))
-    def check(prompts, reused, seed):
-        changed, hit = window(fault, prompts, reused, seed)
+    rows, rng = [], np.random.default_rng(0)
+    for nth in range(26):
+        prompts = [rng.integers(0, toy.LETTERS, length).tolist() for length in rng.integers(5, 16, ROWS)]
+        changed, hit = window(fault, prompts, reused=nth % 2 == 0, seed=nth)
         assert changed[hit].any(axis=1).all()
         if fault in AT_ONCE:
             assert changed[hit, 0].all()
         rows.extend(changed[hit, 0])
-
-    check()
     assert len(rows) >= 100, "the fault hardly ever changed what a row reads"
     assert np.mean(rows) > 0.85
 
