@@ -128,7 +128,8 @@ class EngineConfig:
         failure_policy: What an unknown error before the device write costs: "stop" ends every turn and the engine,
             "isolate" tries the step again and then its rows in halves, and ends the request that fails alone.
         max_row_retries: How often a step with non-finite logits is tried again before the request behind them fails.
-        batching: "dynamic" lets requests come and go at every step. "static" forms a batch of all that wait, as many as
+        batching: "dynamic" lets requests come and go at every step; so does None, unless the model folder's `engine`
+            section asks for a static batch and for no dynamic one. "static" forms a batch of all that wait, as many as
             rows fit a step, and runs it to its end, which newcomers wait for. Its cache is contiguous: `max_batch_size`
             times the longest session, so `num_blocks` and `block_size` can't be given, nobody is ever short of blocks,
             and `fairness_bound` and `preemption` have nothing to decide. Only a batch of one takes further turns.
@@ -150,11 +151,11 @@ class EngineConfig:
     preemption: Preemption = "recompute"
     failure_policy: FailurePolicy = "stop"
     max_row_retries: int = 2
-    batching: Batching = "dynamic"
+    batching: Batching | None = None
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        optional = ("num_blocks", "chunk_size", "memory_fraction")
+        optional = ("num_blocks", "chunk_size", "memory_fraction", "batching")
         _check_fields(self, _ENGINE_CHECKS, _ENGINE_CHECKS.keys() - set(optional))
         if self.num_blocks is not None:
             _positive("EngineConfig.num_blocks * block_size", self.num_blocks * self.block_size)

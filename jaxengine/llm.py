@@ -102,6 +102,7 @@ class LLM:
             ValueError: A prompt is empty, holds something that is no token, or leaves no room for a new one; or
                 `max_tokens` is negative. The message names the prompt by its place, from 0.
             TypeError: `prompts` is no list, or a prompt neither text nor a list of token ids.
+            EngineError: The engine can't go on: something failed for good, or again and again.
         """
         listed = [prompts] if isinstance(prompts, str) else _listed("prompts", prompts)
         return self._complete(
@@ -224,6 +225,8 @@ class _Batch:
         self._max_tokens = max_tokens or 0
         self._waiting = collections.deque(self.works)
         self._running: dict[Request, _Work] = {}
+        self._done = (0, 0)
+        self._failures = 0
 
     def run(self, rows: int) -> list[Event]:
         """Runs all prompts, at most `rows` at a time, and returns their terminal events in order."""
@@ -235,12 +238,27 @@ class _Batch:
                     self._note(event.request, event)
                 elif EngineEventFlags.CAPACITY_BLOCKED in event.flags:
                     raise EngineError(f"the engine can't go on: {event.detail}")
+                elif EngineEventFlags.RETRYABLE in event.flags:
+                    self._count_failure(event)
         return [work.end for work in self.works if work.end is not None]
+
+    def _count_failure(self, event: Event) -> None:
+        """Gives up on steps that fail one after the other, when whoever is behind them would have been found by now."""
+        metrics, config = self._engine.metrics, self._engine.state.control.config
+        done = metrics.steps, len(self._running)
+        self._failures = self._failures + 1 if done == self._done else 1
+        self._done = done
+        # Trying again as often as a row may, then twice with everyone, then with halves down to one.
+        if self._failures > config.max_row_retries + 2 + config.max_batch_size.bit_length():
+            raise EngineError(
+                f"the engine can't go on: {self._failures} steps in a row failed, the last one by: {event.detail}"
+            )
 
     def close(self) -> None:
         """Takes what is still running out of the engine."""
         for request in self._running:
             request.close()
+        self._running.clear()
 
     def _submit(self, work: _Work) -> None:
         request = self._engine.create_request(work.options)

@@ -14,7 +14,7 @@ import jax
 import psutil
 
 from jaxengine.blocks import blocks_for
-from jaxengine.config import EngineConfig
+from jaxengine.config import Batching, EngineConfig
 
 if TYPE_CHECKING:
     from jaxengine.model import Model
@@ -46,7 +46,7 @@ def free_memory(device: jax.Device) -> int:
 
 
 def resolve_config(model: Model, config: EngineConfig, free_bytes: int | None = None) -> EngineConfig:
-    """Returns `config` with the size of the pool settled; a pool of given size only has to fit.
+    """Returns `config` with the kind of batching and the size of the pool settled; a given size only has to fit.
 
     Args:
         model: Its attention layers size a block.
@@ -58,6 +58,9 @@ def resolve_config(model: Model, config: EngineConfig, free_bytes: int | None = 
             batch is given blocks.
     """
     longest, rows = model.config.max_length, config.max_batch_size
+    if config.batching is None:
+        batching: Batching = "static" if model.config.static_batching else "dynamic"
+        config = dataclasses.replace(config, batching=batching)
     if config.batching == "static":
         config = _with_a_block_a_request(config, longest)
     device = jax.devices()[0]

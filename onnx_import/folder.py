@@ -35,7 +35,8 @@ class FolderConfig:
     """What the folder says about the model's vocabulary, limits and default search.
 
     `max_length` is `search.max_length`, or the context length where that is absent, and never above it.
-    `search` is the raw section. `notes` says what was tolerated, one sentence an entry.
+    `search` is the raw section. `notes` says what was tolerated, one sentence an entry. `static_batching` is true
+    where the `engine` section asks for a static batch and not for a dynamic one.
     """
 
     model_type: str
@@ -47,6 +48,7 @@ class FolderConfig:
     pad_token_id: int | None
     search: Mapping[str, Any]
     notes: tuple[str, ...]
+    static_batching: bool = False
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ def read_config(folder: Path) -> tuple[FolderConfig, DecoderManifest]:
         pad_token_id=_lenient_id(model, "pad_token_id", vocab_size),
         search=MappingProxyType(dict(search.values)),
         notes=tuple(sorted(set(top.notes))),
+        static_batching=_static_batching(top),
     )
     return config, _manifest(decoder)
 
@@ -192,6 +195,13 @@ def _search(top: _Section) -> _Section:
         top.notes.append(f"{top.file.name}: key 'search' is missing; defaults are used.")
         return _Section(top.file, {}, "search", top.notes)
     return top.section("search")
+
+
+def _static_batching(top: _Section) -> bool:
+    if top.values.get("engine") is None:
+        return False
+    engine = top.section("engine").values
+    return engine.get("static_batching") is not None and engine.get("dynamic_batching") is None
 
 
 def _eos_token_ids(folder: Path, model: _Section, vocab_size: int) -> tuple[int, ...]:

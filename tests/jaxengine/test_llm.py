@@ -1,5 +1,6 @@
 """`LLM` answers any number of prompts at once as if each were alone, and refuses bad ones before anything runs."""
 
+import contextlib
 import dataclasses
 
 import hypothesis.strategies as st
@@ -266,6 +267,24 @@ def test_F7_a_prompt_that_fails_costs_the_others_nothing(folder, llm):
     assert completions[1].finish_reason == je.FinishReason.FAILED
     assert completions[1].token_ids == ()
     assert "finite" in completions[1].error
+
+
+def failing(stack, times):
+    for _ in range(times):
+        stack.enter_context(je.inject_fault(je.Stage.PACK, je.RetryableStepError("the bus is down")))
+
+
+def test_F1_a_step_that_fails_for_ever_ends_the_call(llm):
+    """Nobody is named, so nobody's turn fails: 2 retries a row, 2 for all rows and 2 for the halves of 2."""
+    expected = llm.generate(PROMPTS, max_tokens=4)
+    with contextlib.ExitStack() as stack:
+        failing(stack, 7)
+        with pytest.raises(je.EngineError, match=r"7 steps in a row failed, the last one by: .*bus is down"):
+            llm.generate(PROMPTS, max_tokens=4)
+    assert is_idle(llm)
+    with contextlib.ExitStack() as stack:
+        failing(stack, 6)
+        assert llm.generate(PROMPTS, max_tokens=4) == expected
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, RuntimeError])

@@ -118,7 +118,7 @@ def test_D6_a_pool_is_never_beyond_32_bit_slots():
 
 @given(free=FREE, blocks=st.integers(1, 2000))
 def test_D6_a_pool_of_given_size_is_taken_as_it_is_or_refused_with_both_sizes(free, blocks):
-    config = dataclasses.replace(SMALL, num_blocks=blocks, memory_fraction=0.0)
+    config = dataclasses.replace(SMALL, num_blocks=blocks, memory_fraction=0.0, batching="dynamic")
     needed = bytes_by_hand(MODEL, blocks * SMALL.block_size) + 4 * SMALL.max_batch_size * min(16, blocks)
     if needed <= free:
         assert resolve_config(MODEL, config, free) == config

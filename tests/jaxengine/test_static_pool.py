@@ -83,3 +83,13 @@ def test_O1_P1_broken_rules_of_a_static_batch_are_named(broken, words):
     je.check_invariants(state)
     with pytest.raises(je.InvariantViolation, match=words):
         je.check_invariants(broken(state))
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_O1_the_folder_decides_where_the_configuration_is_silent(asks):
+    model = dataclasses.replace(MODEL, config=dataclasses.replace(MODEL.config, static_batching=asks))
+    chosen = {
+        given: je.init_state(model, dataclasses.replace(STATIC, batching=given)).control.config.batching
+        for given in (None, "static", "dynamic")
+    }
+    assert chosen == {None: "static" if asks else "dynamic", "static": "static", "dynamic": "dynamic"}

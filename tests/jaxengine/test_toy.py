@@ -299,7 +299,8 @@ def window(
     return changed[:, 1:], hit
 
 
-# Drawn without Hypothesis, whose examples depend on the modules a process has loaded: a sum modulo 28 can miss by chance, once in 28 ** WINDOW or 20,000 times.
+# Drawn without Hypothesis, whose examples depend on the modules that are loaded: a sum modulo 28 can miss by chance,
+# once in 28 ** WINDOW or 20,000 times.
 @pytest.mark.parametrize(
     "fault", [*IN_DECODE, *IN_PREFILL, *IN_MASK_OF_PREFILL, *IN_PUBLISH], ids=lambda fault: fault.__name__
 )

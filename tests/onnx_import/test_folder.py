@@ -226,3 +226,16 @@ def test_case_C21_a_renamed_model_file_still_finds_its_data(tmp_path: Path, monk
     (folder / "model.onnx").rename(folder / "renamed.onnx")
     monkeypatch.chdir(tmp_path)
     assert onnx_import.import_decoder(onnx_import.read_folder("model")).vocab_size == 320
+
+
+@pytest.mark.parametrize(
+    ("engine", "static"),
+    [
+        ({}, False),
+        ({"static_batching": {"max_batch_size": 4}}, True),
+        ({"dynamic_batching": {}}, False),
+        ({"static_batching": {}, "dynamic_batching": {}}, False),
+    ],
+)
+def test_O1_a_folder_may_ask_for_a_static_batch(tmp_path: Path, engine: dict[str, Any], static: bool) -> None:
+    assert config_with(tmp_path, put("engine", engine)).static_batching is static
