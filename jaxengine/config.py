@@ -77,7 +77,8 @@ def _one_of(kind: Any) -> Check:
 
     def check(label: str, value: object) -> object:
         if not isinstance(value, str) or value not in names:
-            raise ValueError(f"{label} is {value!r}; give one of {', '.join(map(repr, names))}")
+            error = ValueError if isinstance(value, str) else TypeError
+            raise error(f"{label} is {value!r}; give one of {', '.join(map(repr, names))}")
         return value
 
     return check
