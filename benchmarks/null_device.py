@@ -26,6 +26,7 @@ class NullDecoder:
     identity: str = "null"
     params: dict[str, Any] = dataclasses.field(default_factory=dict)
     layers: tuple[AttentionSpec, ...] = (AttentionSpec(0, 1, 1, 1, 1.0, np.dtype(np.float32)),)
+    fixed: tuple[()] = ()
 
     def apply(self, *arguments: object) -> Any:
         """Never called: the programs below don't run a decoder."""
@@ -36,15 +37,24 @@ class NullPrograms:
     """Stands in for `jaxengine.programs.Programs`."""
 
     def forward(
-        self, params: object, pages: object, block_table: object, batch: StepBatch, *, tile_size: int
+        self,
+        params: object,
+        pages: object,
+        block_table: object,
+        fixed: object,
+        batch: StepBatch,
+        *,
+        tile_size: int,
     ) -> ForwardResult:
         """Chooses TOKEN in every row."""
         rows = len(batch.logits_rows)
-        return ForwardResult((), np.zeros((rows, 0)), np.full(rows, TOKEN, np.int32), np.ones(rows, bool))  # type: ignore[arg-type]
+        return ForwardResult((), (), np.zeros((rows, 0)), np.full(rows, TOKEN, np.int32), np.ones(rows, bool))  # type: ignore[arg-type]
 
-    def publish(self, pages: Any, block_table: Any, staged: object, to: Destinations) -> Any:
+    def publish(
+        self, pages: Any, block_table: Any, fixed: Any, staged: object, states: object, to: Destinations
+    ) -> Any:
         """Returns the pool as it is."""
-        return pages, block_table
+        return pages, block_table, fixed
 
     publish_copy = publish
 

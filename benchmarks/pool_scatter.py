@@ -62,19 +62,20 @@ def make_commit(form: str, pool: Pool, rows: int, tokens: int) -> Work:
     column = place_in_row // BLOCK_SIZE
     scattered = np.random.default_rng(0).permutation(pool.num_blocks).astype(np.int32)
     blocks_of_row = column.max() + 1
-    to = Destinations(row, column, scattered[row * blocks_of_row + column], place_in_row % BLOCK_SIZE)
+    block, no_states = scattered[row * blocks_of_row + column], np.zeros(0, np.int32)
+    to = Destinations(row, column, block, place_in_row % BLOCK_SIZE, no_states)
     jax.block_until_ready((pages, block_table, staged))
-    analysis = program.lower(pages, block_table, staged, to).compile().memory_analysis()
+    analysis = program.lower(pages, block_table, (), staged, (), to).compile().memory_analysis()
     assert analysis is not None
     resting = _memory("VmRSS")
 
     def work(task: Mapping[str, Any]) -> dict[str, Any]:
         nonlocal pages, block_table
         begin = time.perf_counter()
-        result = jax.block_until_ready(program(pages, block_table, staged, to))
+        result = jax.block_until_ready(program(pages, block_table, (), staged, (), to))
         seconds = time.perf_counter() - begin
         if form == "in place":
-            pages, block_table = result
+            pages, block_table, _ = result
         return {
             "seconds": seconds,
             "peak_bytes": _memory("VmHWM"),
@@ -97,9 +98,9 @@ def _model_without_weights(pool: Pool, context: int) -> jaxengine.Model:
         for i in range(pool.layers)
     )
     nothing = Plan(
-        input_ids="", position_ids="", logits="", token_axis=0, head=(), cut=(), tail=(), weights={}
+        input_ids="", position_ids="", logits="", token_axis=0, head=(), cut=(), tail=(), weights={}, fixed=()
     )
-    decoder = Decoder(layers=layers, vocab_size=1, params={}, identity="", plan=nothing)
+    decoder = Decoder(layers=layers, fixed=(), vocab_size=1, params={}, identity="", plan=nothing)
     config = FolderConfig("", 1, context, context, (), None, None, {}, ())
     return jaxengine.Model(decoder=decoder, config=config, path=Path(), programs=Programs(decoder))
 

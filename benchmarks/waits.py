@@ -37,6 +37,7 @@ class NullDecoder:
     """A decoder without layers; nothing traces it."""
 
     layers = ()
+    fixed = ()
     vocab_size = 2
     params: Mapping[str, Any] = {}
     identity = "null"
@@ -45,14 +46,14 @@ class NullDecoder:
 class NullPrograms:
     """A device that computes nothing: every token is 0, and the store stays as it is."""
 
-    def forward(self, params, pages, block_table, batch, *, tile_size):
+    def forward(self, params, pages, block_table, fixed, batch, *, tile_size):
         """Returns logits of 0 for each row of the bucket, and token 0."""
         rows = len(batch.logits_rows)
-        return ForwardResult((), np.zeros((rows, 2)), np.zeros(rows, np.int32), np.ones(rows, bool))
+        return ForwardResult((), (), np.zeros((rows, 2)), np.zeros(rows, np.int32), np.ones(rows, bool))
 
-    def publish(self, pages, block_table, staged, to):
+    def publish(self, pages, block_table, fixed, staged, states, to):
         """Returns the store."""
-        return pages, block_table
+        return pages, block_table, fixed
 
     publish_copy = publish
 

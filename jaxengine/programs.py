@@ -17,6 +17,7 @@ import numpy as np
 
 import onnx_import
 from jaxengine.config import EngineConfig
+from jaxengine.fixed_state import BANKS, RowStates, StateRows
 from jaxengine.planning import StepPlan
 from jaxengine.sampling import SamplingRows, sample
 from jaxengine.state import Control
@@ -32,6 +33,11 @@ class Decoder(Protocol):
     @property
     def layers(self) -> tuple[onnx_import.AttentionSpec, ...]:
         """The attention layers, in layer order."""
+        ...
+
+    @property
+    def fixed(self) -> tuple[onnx_import.FixedSpec, ...]:
+        """The states of fixed size that every request owns."""
         ...
 
     @property
@@ -56,8 +62,12 @@ class Decoder(Protocol):
         positions: jax.Array,
         attention: onnx_import.Attention,
         logits_rows: jax.Array,
+        fixed: onnx_import.FixedState | None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Returns float32 logits[rows, vocab] and what attention staged, an entry a layer; traced under jit."""
+        """Returns float32 logits[rows, vocab] and what the callables handed back; traced under jit.
+
+        That is an entry a layer, then one a fixed state.
+        """
         ...
 
 
@@ -86,6 +96,7 @@ class StepBatch(NamedTuple):
         positions: int32[tokens], absolute.
         logits_rows: int32[rows], packed index of each row's last token.
         tiles: The attention tiles.
+        states: How rows meet their fixed states.
         sampling: Each row's settings.
     """
 
@@ -93,6 +104,7 @@ class StepBatch(NamedTuple):
     positions: np.ndarray
     logits_rows: np.ndarray
     tiles: QueryTiles
+    states: StateRows
     sampling: SamplingRows
 
 
@@ -104,12 +116,14 @@ class Destinations(NamedTuple):
         column: int32[tokens], its column.
         block: int32[tokens], the block.
         slot: int32[tokens], slot of the block.
+        states: int32[rows], where each row's fixed states go; outside for padding.
     """
 
     place: np.ndarray
     column: np.ndarray
     block: np.ndarray
     slot: np.ndarray
+    states: np.ndarray
 
 
 class ForwardResult(NamedTuple):
@@ -117,12 +131,14 @@ class ForwardResult(NamedTuple):
 
     Attributes:
         staged: A layer each, dtype[tokens, 2, num_kv_heads, head_dim].
+        fixed: A fixed state each, dtype[rows, *shape]; with a `Replay` each where that was asked for.
         logits: float32[rows, vocab].
         chosen: int32[rows].
         usable: bool[rows], whether the row's best logit is a finite number; NaN anywhere makes it false.
     """
 
     staged: tuple[jax.Array, ...]
+    fixed: tuple[Any, ...]
     logits: jax.Array
     chosen: jax.Array
     usable: jax.Array
@@ -173,8 +189,19 @@ def pack(control: Control, plan: StepPlan, bucket: Bucket) -> StepBatch:
             padded_tiles=bucket.tiles,
             padded_tokens=bucket.tokens,
         ),
+        states=StateRows(
+            start=_padded(plan.offsets.astype(np.int32), bucket.rows),
+            num_tokens=_padded(plan.num_tokens.astype(np.int32), bucket.rows),
+            source=_padded(_state_slots(control, plan, requests.bank[plan.index]), bucket.rows),
+            owned=_padded(plan.past > 0, bucket.rows),
+            row_of=_padded(token_row.astype(np.int32), bucket.tokens),
+        ),
         sampling=settings,
     )
+
+
+def _state_slots(control: Control, plan: StepPlan, bank: np.ndarray) -> np.ndarray:
+    return plan.places + bank.astype(np.int32) * control.config.max_batch_size
 
 
 def destinations(control: Control, plan: StepPlan, bucket: Bucket) -> Destinations:
@@ -205,7 +232,9 @@ def destinations(control: Control, plan: StepPlan, bucket: Bucket) -> Destinatio
         )
         inside = columns < held[i]
         block[start:stop][inside] = known[columns[inside] - columns[0]]
-    return Destinations(place, column, block, slot)
+    states = np.full(bucket.rows, BANKS * control.config.max_batch_size, np.int32)
+    states[: len(plan.index)] = _state_slots(control, plan, 1 - control.requests.bank[plan.index])
+    return Destinations(place, column, block, slot, states)
 
 
 class Programs:
@@ -214,7 +243,7 @@ class Programs:
     def __init__(self, decoder: Decoder) -> None:
         """Wraps the programs of `decoder`; each is compiled at its first use of a shape."""
         self.forward = jax.jit(functools.partial(_forward, decoder), static_argnames="tile_size")
-        self.publish = jax.jit(_publish, donate_argnums=(0, 1))
+        self.publish = jax.jit(_publish, donate_argnums=(0, 1, 2))
         self.publish_copy = jax.jit(_publish)
 
 
@@ -223,6 +252,7 @@ def _forward(
     params: dict[str, jax.Array],
     pages: tuple[jax.Array, ...],
     block_table: jax.Array,
+    fixed: tuple[jax.Array, ...],
     batch: StepBatch,
     *,
     tile_size: int,
@@ -244,24 +274,37 @@ def _forward(
         )
         return output, staged
 
+    pools = {spec.name: pool for spec, pool in zip(decoder.fixed, fixed, strict=True)}
+    states = RowStates(pools, batch.states, one_token=tile_size == DECODE_TILE, replayable=False)
     logits, staged = decoder.apply(
         params,
         jnp.asarray(batch.tokens),
         jnp.asarray(batch.positions),
         attention,
         jnp.asarray(batch.logits_rows),
+        states,
     )
     usable = jnp.isfinite(logits.max(axis=-1))
-    return ForwardResult(staged, logits, sample(logits, batch.sampling), usable)
+    layers = len(decoder.layers)
+    return ForwardResult(staged[:layers], staged[layers:], logits, sample(logits, batch.sampling), usable)
 
 
 def _publish(
-    pages: tuple[jax.Array, ...], block_table: jax.Array, staged: tuple[jax.Array, ...], to: Destinations
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    pages: tuple[jax.Array, ...],
+    block_table: jax.Array,
+    fixed: tuple[jax.Array, ...],
+    staged: tuple[jax.Array, ...],
+    states: tuple[jax.Array, ...],
+    to: Destinations,
+) -> tuple[tuple[jax.Array, ...], jax.Array, tuple[jax.Array, ...]]:
     def write(layer_pages: jax.Array, layer_staged: jax.Array) -> jax.Array:
         return layer_pages.at[to.block, :, :, to.slot].set(layer_staged, mode="drop")
 
-    return tuple(map(write, pages, staged)), block_table.at[to.place, to.column].set(to.block, mode="drop")
+    block_table = block_table.at[to.place, to.column].set(to.block, mode="drop")
+    fixed = tuple(
+        pool.at[to.states].set(after, mode="drop") for pool, after in zip(fixed, states, strict=True)
+    )
+    return tuple(map(write, pages, staged)), block_table, fixed
 
 
 def _padded(values: np.ndarray, size: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 """How large the KV pool is when nobody said: a share of the free memory, but no more than a full batch can use.
 
-Memory for one step's staged keys and values and for the block table is set aside first. A static batch has one block a
-request, as long as the longest session: that makes its cache contiguous.
+Memory for one step's staged keys and values, for the block table and for fixed states is set aside first. A static
+batch has one block a request, as long as the longest session: that makes its cache contiguous.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import psutil
 
 from jaxengine.blocks import blocks_for
 from jaxengine.config import Batching, EngineConfig
+from jaxengine.fixed_state import BANKS, state_bytes
 
 if TYPE_CHECKING:
     from jaxengine.model import Model
@@ -55,36 +56,43 @@ def resolve_config(model: Model, config: EngineConfig, free_bytes: int | None = 
 
     Raises:
         ValueError: The free memory holds no block, no static batch, or not the pool of the given size; or a static
-            batch is given blocks.
+            batch is given blocks, or a model with fixed states.
     """
     longest, rows = model.config.max_length, config.max_batch_size
     if config.batching is None:
         batching: Batching = "static" if model.config.static_batching else "dynamic"
         config = dataclasses.replace(config, batching=batching)
     if config.batching == "static":
+        if model.decoder.fixed:
+            raise ValueError(
+                f"the model has fixed states, such as {model.decoder.fixed[0].name!r}, and a static batch can't "
+                "hold any; use EngineConfig(batching='dynamic')"
+            )
         config = _with_a_block_a_request(config, longest)
     device = jax.devices()[0]
     free = free_memory(device) if free_bytes is None else free_bytes
     per_token = kv_bytes_per_token(model)
     per_block = per_token * config.block_size
+    per_slot = state_bytes(model.decoder.fixed)
     width = int(blocks_for(model.config.context_length, config.block_size))
     if config.num_blocks is None:
         fraction = config.memory_fraction
         if fraction is None:
             fraction = HOST_FRACTION if device.platform == "cpu" else ACCELERATOR_FRACTION
-        aside = config.max_scheduled_tokens * per_token + _table_bytes(rows, width)
+        staging = config.max_scheduled_tokens * per_token + rows * per_slot
+        aside = staging + _table_bytes(rows, width) + BANKS * rows * per_slot
         # A pool is indexed by int32 token slots.
         fitting = min(int(free * fraction - aside) // per_block, (2**31 - 1) // config.block_size)
         if fitting < (rows if config.batching == "static" else 1):
             raise ValueError(
-                f"{fraction} of {_mib(free)} of free memory, less {_mib(aside)} for one step's staging and the block "
-                f"table, is too little for a KV cache in blocks of {_mib(per_block)}; "
+                f"{fraction} of {_mib(free)} of free memory, less {_mib(aside)} for one step's staging, the "
+                f"block table and fixed states, is too little for a KV cache in blocks of {_mib(per_block)}; "
                 "use a larger EngineConfig.memory_fraction or smaller limits"
             )
         useful = rows * int(blocks_for(longest, config.block_size))
         config = dataclasses.replace(config, num_blocks=min(fitting, useful))
     num_blocks = config.num_blocks or 0
-    needed = num_blocks * per_block + _table_bytes(rows, min(width, num_blocks))
+    needed = num_blocks * per_block + _table_bytes(rows, min(width, num_blocks)) + BANKS * rows * per_slot
     if needed > free:
         raise ValueError(
             f"a KV cache of {num_blocks} blocks of {config.block_size} tokens takes {_mib(needed)} with its block "

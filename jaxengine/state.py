@@ -21,6 +21,7 @@ from jaxengine.blocks import whole_pool
 from jaxengine.config import EngineConfig
 from jaxengine.errors import EngineError, SpentStateError
 from jaxengine.events import EngineErrorCode, EventRecord
+from jaxengine.fixed_state import BANKS
 from jaxengine.logs import LogTable
 from jaxengine.sizing import ran_out_of_memory, resolve_config
 
@@ -62,7 +63,8 @@ class Requests:
     Attributes:
         id: uint64, never reused.
         status: int8, a `RequestStatus`.
-        place: int32, the row of the device block table while resident, else -1.
+        place: int32, the row of the device block table and the slot of fixed states while resident, else -1.
+        bank: int8, which bank of its slot holds its fixed states.
         order: int64, rank of its admission among residents, else -1.
         admitted: int64, the count of steps when it was admitted, 0 before it ever was.
         queued: int64, the count of steps when it began to wait for the place that it has.
@@ -86,6 +88,7 @@ class Requests:
     id: np.ndarray
     status: np.ndarray
     place: np.ndarray
+    bank: np.ndarray
     order: np.ndarray
     admitted: np.ndarray
     queued: np.ndarray
@@ -116,6 +119,7 @@ COLUMN_DTYPES = {
     "id": np.uint64,
     "status": np.int8,
     "place": np.int32,
+    "bank": np.int8,
     "order": np.int64,
     "admitted": np.int64,
     "queued": np.int64,
@@ -216,11 +220,14 @@ class Store:
         pages: One array a layer, dtype[num_blocks, 2, num_kv_heads, block_size, head_dim]: keys at 0, values at 1.
         block_table: int32[max_batch_size, table_width], block ids by place and block of positions; entries beyond a
             request's committed slots mean nothing.
+        fixed: The decoder's fixed states, dtype[BANKS * max_batch_size, *shape] each; bank b of place p is at
+            p + b * max_batch_size.
         lease: Marked once a commit has donated these arrays.
     """
 
     pages: tuple[jax.Array, ...]
     block_table: jax.Array
+    fixed: tuple[jax.Array, ...]
     lease: Lease = flax.struct.field(pytree_node=False)
 
 
@@ -287,7 +294,9 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
             for spec in model.decoder.layers
         )
         table = make((config.max_batch_size, control.table_width), np.dtype(np.int32))
-        jax.block_until_ready((pages, table))
+        slots = BANKS * config.max_batch_size
+        fixed = tuple(make((slots, *spec.shape), spec.dtype) for spec in model.decoder.fixed)
+        jax.block_until_ready((pages, table, fixed))
     except Exception as error:
         if not ran_out_of_memory(error):
             raise
@@ -295,7 +304,7 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
             f"memory ran out while a KV cache of {control.num_blocks} blocks of {config.block_size} tokens was made; "
             "use a smaller EngineConfig.num_blocks or memory_fraction"
         ) from error
-    return EngineState(control, Store(pages, table, Lease()))
+    return EngineState(control, Store(pages, table, fixed, Lease()))
 
 
 def _plain(value: object) -> bool | int | float | str:

@@ -19,6 +19,12 @@ a scheduling policy, run prompts under it, in whatever batches and chunks it mak
         engine.run()
     assert request.tokens.tolist() == [3, 1, *continuation([3, 1], 5)]
 
+`toy_model(hybrid=True)` has two fixed states besides, so that a wrong slot or bank shows as well: a window over the two
+tokens before, and a recurrence over all of them. Both add to the sum, modulo `LETTERS`:
+
+    next_token([3, 1], hybrid=True) = (22 + 5 * (3 + 1) + recurrence([3, 1])) % 28
+    recurrence([3, 1]) = (3 * (3 * 0 + 3 + 1) + 1 + 1) % 28 = 14
+
 Logits fall by `SLOPE` a step of the circle from the next token on, so every distribution is known (`logits_after`); ids
 from `LETTERS` on have logit -inf. Three inputs make trouble: logits are NaN after the token `NAN`, all -inf after
 `ALL_MASKED`, and NaN everywhere under `with_params(model, poison=True)`. Sums are exact up to `CONTEXT` tokens.
@@ -38,7 +44,7 @@ import numpy as np
 
 from jaxengine.model import Model
 from jaxengine.programs import Programs
-from onnx_import import Attention, AttentionSpec, FolderConfig
+from onnx_import import Attention, AttentionSpec, FixedSpec, FixedState, FolderConfig
 
 LETTERS, VOCAB = 28, 32
 NAN, ALL_MASKED = 28, 29
@@ -53,6 +59,13 @@ NUMBERS = tuple(n for n in range(LETTERS) if n % 7)
 # Each value holds a number a channel, and queries take turns with the channels: wrong keys whose products happen to
 # cancel in one token's sum come to light in the next.
 CHANNELS = 3
+# What the tokens before count, oldest first; odd and not by 7, as the weights.
+WINDOW = (11, 5)
+GROWTH = 3
+_FIXED = (
+    FixedSpec("window", (1, len(WINDOW)), np.dtype(np.float32)),
+    FixedSpec("recurrence", (1,), np.dtype(np.float32)),
+)
 # A prime above any token and position, so that tokens differ at each position, and positions under each token.
 PRIME = 67
 
@@ -62,6 +75,7 @@ class ToyDecoder:
     """See the head of this file; a `jaxengine.programs.Decoder`, made by `toy_model`."""
 
     layers: tuple[AttentionSpec, ...]
+    fixed: tuple[FixedSpec, ...]
     vocab_size: int
     params: dict[str, Any]
     identity: str
@@ -73,10 +87,11 @@ class ToyDecoder:
         positions: jax.Array,
         attention: Attention,
         logits_rows: jax.Array,
+        fixed: FixedState | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Returns logits float32[rows, VOCAB] and what attention staged; tokens and positions are int32[tokens].
+        """Returns logits float32[rows, VOCAB] and what the callables handed back.
 
-        Logits are NaN where the key of position 0 is not seen.
+        Tokens and positions are int32[tokens]. Logits are NaN where the key of position 0 is not seen.
         """
         weights = jnp.array(WEIGHTS, jnp.float32)[_mixed(tokens, positions) % len(WEIGHTS)]
         numbers = [
@@ -95,12 +110,26 @@ class ToyDecoder:
         sums = (seen[:, :CHANNELS] + 1.0) / seen[:, CHANNELS:]
         channel = positions[logits_rows] % CHANNELS
         chosen = jnp.round(jnp.take_along_axis(sums, channel[:, None], axis=1)) % LETTERS
+        handed_back = [staged]
+        if self.fixed:
+            assert fixed is not None
+            present = tokens.astype(jnp.float32)[:, None] + 1
+            before, window = fixed.window(self.fixed[0], present)
+            grown, recurrence = fixed.scan(self.fixed[1], _grow, present)
+            added = (before[:, 0] * jnp.array(WINDOW, jnp.float32)).sum(axis=-1) + grown[:, 0]
+            chosen = (chosen + added[logits_rows][:, None]) % LETTERS
+            handed_back += [window, recurrence]
         ids = jnp.arange(VOCAB)
         behind = (ids.astype(jnp.float32) - chosen) % LETTERS
         logits = jnp.where(ids < LETTERS, -np.float32(SLOPE) * behind, -jnp.inf)
         logits = jnp.where((last == ALL_MASKED)[:, None], -jnp.inf, logits)
         logits = jnp.where((last == NAN)[:, None], jnp.nan, logits)
-        return logits + params["poison"], (staged,)
+        return logits + params["poison"], tuple(handed_back)
+
+
+def _grow(state: jax.Array, present: jax.Array) -> tuple[jax.Array, jax.Array]:
+    following = (GROWTH * state + present) % LETTERS
+    return following, following
 
 
 def weight(token: int, position: int) -> int:
@@ -113,24 +142,38 @@ def number(token: int, position: int, channel: int) -> int:
     return NUMBERS[_mixed(token, position + 1 + channel) % len(NUMBERS)]
 
 
-def next_token(prefix: Sequence[int]) -> int:
+def next_token(prefix: Sequence[int], *, hybrid: bool = False) -> int:
     """The arg-max after `prefix`, which must not be empty."""
     channel = (len(prefix) - 1) % CHANNELS
-    return sum(weight(t, p) * number(t, p, channel) for p, t in enumerate(prefix)) % LETTERS
+    total = sum(weight(t, p) * number(t, p, channel) for p, t in enumerate(prefix))
+    if hybrid:
+        before = [0, 0, *(token + 1 for token in prefix)][-3:-1]
+        total += sum(factor * token for factor, token in zip(WINDOW, before, strict=True)) + recurrence(
+            prefix
+        )
+    return total % LETTERS
 
 
-def continuation(prefix: Sequence[int], count: int) -> list[int]:
+def recurrence(prefix: Sequence[int]) -> int:
+    """The recurrent state of a hybrid model after `prefix`."""
+    state = 0
+    for token in prefix:
+        state = (GROWTH * state + token + 1) % LETTERS
+    return state
+
+
+def continuation(prefix: Sequence[int], count: int, *, hybrid: bool = False) -> list[int]:
     """The `count` greedy tokens after `prefix`, end-of-sequence ids not looked at."""
     sequence = list(prefix)
     for _ in range(count):
-        sequence.append(next_token(sequence))
+        sequence.append(next_token(sequence, hybrid=hybrid))
     return sequence[len(prefix) :]
 
 
-def logits_after(prefix: Sequence[int]) -> np.ndarray:
+def logits_after(prefix: Sequence[int], *, hybrid: bool = False) -> np.ndarray:
     """The logits after `prefix`, float64[VOCAB]."""
-    ids = np.arange(VOCAB)
-    return np.where(ids < LETTERS, -SLOPE * ((ids - next_token(prefix)) % LETTERS), -np.inf)
+    ids, best = np.arange(VOCAB), next_token(prefix, hybrid=hybrid)
+    return np.where(ids < LETTERS, -SLOPE * ((ids - best) % LETTERS), -np.inf)
 
 
 def _mixed(token: Any, position: Any) -> Any:
@@ -138,11 +181,12 @@ def _mixed(token: Any, position: Any) -> Any:
 
 
 @functools.cache
-def _decoder() -> tuple[ToyDecoder, Programs]:
+def _decoder(hybrid: bool) -> tuple[ToyDecoder, Programs]:
     spec = AttentionSpec(
         layer=0, num_heads=1, num_kv_heads=1, head_dim=CHANNELS + 1, scale=1.0, kv_dtype=np.dtype(np.float32)
     )
-    decoder = ToyDecoder((spec,), VOCAB, {"poison": jnp.zeros((), jnp.float32)}, "toy")
+    params = {"poison": jnp.zeros((), jnp.float32)}
+    decoder = ToyDecoder((spec,), _FIXED if hybrid else (), VOCAB, params, "hybrid toy" if hybrid else "toy")
     return decoder, Programs(decoder)
 
 
@@ -152,9 +196,10 @@ def toy_model(
     context_length: int = CONTEXT,
     max_length: int | None = None,
     search: Mapping[str, Any] | None = None,
+    hybrid: bool = False,
 ) -> Model:
-    """A model around the toy decoder; all of them share one set of compiled programs."""
-    decoder, programs = _decoder()
+    """A model around the toy decoder; all of them, and all hybrid ones, share one set of compiled programs."""
+    decoder, programs = _decoder(hybrid)
     config = FolderConfig(
         model_type="toy",
         vocab_size=VOCAB,
@@ -172,4 +217,5 @@ def toy_model(
 def with_params(model: Model, *, poison: bool) -> Model:
     """The same model and compiled programs with logits that are NaN, or not."""
     params = {"poison": jnp.full((), jnp.nan if poison else 0.0, jnp.float32)}
-    return dataclasses.replace(model, decoder=dataclasses.replace(_decoder()[0], params=params))
+    hybrid = bool(model.decoder.fixed)
+    return dataclasses.replace(model, decoder=dataclasses.replace(_decoder(hybrid)[0], params=params))

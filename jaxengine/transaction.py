@@ -140,7 +140,7 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
     batch = pack(control, plan, bucket)
     reach(Stage.EXECUTE)
     result = model.programs.forward(
-        model.decoder.params, store.pages, store.block_table, batch, tile_size=bucket.tile_size
+        model.decoder.params, store.pages, store.block_table, store.fixed, batch, tile_size=bucket.tile_size
     )
     # The device is at work: whatever needs no result of it comes first.
     with _failures_of(store, unknown=ContractError):
@@ -192,7 +192,7 @@ class _failures_of:  # noqa: N801 - a context manager, used like a function
 def _is_lost(store: Store) -> bool:
     """Whether the device freed the store, or failed in the write that should have made it and says so only now."""
     try:
-        jax.block_until_ready((store.pages, store.block_table))
+        jax.block_until_ready((store.pages, store.block_table, store.fixed))
     except Exception:
         return True
     return False
@@ -328,6 +328,7 @@ def _next_control(control: Control, transaction: Transaction) -> Control:
         index,
         status=RequestStatus.ACTIVE,
         place=plan.places,
+        bank=1 - requests.bank[index],
         order=order,
         admitted=np.where(plan.is_new, counters[STEPS], requests.admitted[index]),
         queued=np.where(plan.is_new, requests.served[index], requests.queued[index]),
@@ -437,10 +438,10 @@ _TOKEN_FLAGS = {
 
 def _publish(store: Store, staged: StagedStep | None, donate: bool) -> Store:
     """The next store under a lease of its own; without staged tokens it differs in nothing else."""
-    arrays = (store.pages, store.block_table)
+    arrays = (store.pages, store.block_table, store.fixed)
     if staged is not None:
         program = staged.programs.publish if donate else staged.programs.publish_copy
-        arrays = program(*arrays, staged.result.staged, staged.to)
+        arrays = program(*arrays, staged.result.staged, staged.result.fixed, staged.to)
     elif not donate:
         arrays = jax.tree.map(jnp.copy, arrays)
     return Store(*arrays, Lease())

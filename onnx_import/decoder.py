@@ -12,7 +12,7 @@ from onnx_import.errors import UnsupportedGraph
 from onnx_import.folder import FolderConfig
 from onnx_import.model_folder import ModelFolder
 from onnx_import.plan import Plan, PlannedCall, make_plan, survey
-from onnx_import.protocols import Attention, AttentionSpec
+from onnx_import.protocols import Attention, AttentionSpec, FixedSpec, FixedState, Step
 from onnx_import.registry import Environment, WeightPlan
 from onnx_import.weights import WeightFiles, model_identity
 
@@ -23,11 +23,12 @@ WeightMode = Literal["exact", "fast"]
 class Decoder:
     """An imported model. `params` is a pytree of weights to pass to `apply`; nothing else is held on a device.
 
-    `layers` are the attention layers in layer order, `vocab_size` the width of the logits, `identity` a short
-    hash that recognises the model and the way its weights are held.
+    `layers` are the attention layers in layer order, `fixed` the states of fixed size, `vocab_size` the width of the
+    logits, `identity` a short hash that recognises the model and the way its weights are held.
     """
 
     layers: tuple[AttentionSpec, ...]
+    fixed: tuple[FixedSpec, ...]
     vocab_size: int
     params: dict[str, Any]
     identity: str
@@ -40,37 +41,35 @@ class Decoder:
         positions: jax.Array,
         attention: Attention,
         logits_rows: jax.Array,
+        fixed: FixedState | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Run tokens int32 [T] at positions int32 [T], all packed in one row; pure, to be traced under jit.
 
-        Returns float32 logits [R, vocab] of the tokens named by logits_rows int32 [R] and what attention
-        staged, one entry a layer. A token's logits have the same bits whatever T, R and the other tokens are,
-        for T and R of at least 2 and an attention of which that is true. Token ids past the embedding,
-        positions past the rotary cache and rows past T give NaN.
+        `fixed` may be left out where the decoder has no fixed state. Returns float32 logits [R, vocab] of the tokens
+        named by logits_rows int32 [R], and what the callables handed back: an entry a layer, then one a fixed state. A
+        token's logits have the same bits whatever T, R and the other tokens are, for T and R of at least 2 and
+        callables of which that is true. Token ids past the embedding, positions past the rotary cache and rows past T
+        give NaN.
         """
-        logits, staged = run_plan(self.plan, params, tokens, positions, attention, logits_rows)
-        return logits, tuple(staged[spec.layer] for spec in self.layers)
+        env = Environment(positions, attention, fixed)
+        logits = run_plan(self.plan, params, tokens, env, logits_rows)
+        by_layer = [env.staged[spec.layer] for spec in self.layers]
+        return logits, (*by_layer, *(env.staged_fixed[spec.name] for spec in self.fixed))
 
 
 def run_plan(
-    plan: Plan,
-    params: Mapping[str, Any],
-    tokens: jax.Array,
-    positions: jax.Array,
-    attention: Attention,
-    logits_rows: jax.Array,
-) -> tuple[jax.Array, dict[int, Any]]:
-    """`Decoder.apply`, with staged values by layer."""
+    plan: Plan, params: Mapping[str, Any], tokens: jax.Array, env: Environment, logits_rows: jax.Array
+) -> jax.Array:
+    """The logits of `Decoder.apply`; what the callables hand back is left in `env`."""
     axis = plan.token_axis
     shape = (1,) * axis + tokens.shape
-    env = Environment(positions, attention)
-    values = {plan.input_ids: tokens.reshape(shape), plan.position_ids: positions.reshape(shape)}
+    values = {plan.input_ids: tokens.reshape(shape), plan.position_ids: env.positions.reshape(shape)}
     _run_calls(plan.head, values, params, env)
     # From here on only the wanted rows exist, so the last layer's tail and the head cost R rows, not T.
     selected = {name: jnp.take(values[name], logits_rows, axis=axis, mode="fill") for name in plan.cut}
     _run_calls(plan.tail, selected, params, env)
     logits = selected[plan.logits]
-    return logits.reshape(-1, logits.shape[-1]).astype(jnp.float32), env.staged
+    return logits.reshape(-1, logits.shape[-1]).astype(jnp.float32)
 
 
 def _run_calls(
@@ -109,7 +108,7 @@ def import_decoder(folder: ModelFolder, weights: WeightMode = "exact") -> Decode
     files = WeightFiles(folder.graph)
     files.check(plan.tensors)
     identity = model_identity(folder.graph, files.paths(plan.tensors), weights)
-    return Decoder(layers, vocab_size, load_params(plan, files), identity, plan)
+    return Decoder(layers, plan.fixed, vocab_size, load_params(plan, files), identity, plan)
 
 
 def load_params(plan: Plan, files: WeightFiles) -> dict[str, Any]:
@@ -134,7 +133,7 @@ def _dry_run(plan: Plan, folder: ModelFolder) -> tuple[tuple[AttentionSpec, ...]
         return query, None
 
     def run(params: Any, tokens: jax.Array, rows: jax.Array) -> jax.Array:
-        return run_plan(plan, params, tokens, tokens, attention, rows)[0]
+        return run_plan(plan, params, tokens, Environment(tokens, attention, _ShapesOnly()), rows)
 
     tokens, rows = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (5, 3))
     structs = {key: weight.struct for key, weight in plan.weights.items()}
@@ -145,6 +144,17 @@ def _dry_run(plan: Plan, folder: ModelFolder) -> tuple[tuple[AttentionSpec, ...]
         raise UnsupportedGraph(str(folder.graph.file), [f"{where}: {str(error).splitlines()[0]}"]) from None
     _check_widths(folder.config, logits.shape, rows.shape[0], plan, folder)
     return tuple(specs[layer] for layer in sorted(specs)), logits.shape[1]
+
+
+class _ShapesOnly:
+    """Fixed states of the right shapes."""
+
+    def window(self, spec: FixedSpec, values: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.zeros((values.shape[0], *spec.shape), spec.dtype), None
+
+    def scan(self, spec: FixedSpec, step: Step, inputs: Any) -> tuple[Any, None]:
+        rows = jax.tree.leaves(inputs)[0].shape[0]
+        return step(jnp.zeros((rows, *spec.shape), spec.dtype), inputs)[1], None
 
 
 def _check_widths(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from onnx_import.folder import DecoderManifest, layer_pattern
 from onnx_import.graph import Graph, Node, Tensor, live_nodes
 from onnx_import.ops import REGISTRY
+from onnx_import.protocols import FixedSpec
 from onnx_import.registry import Call, Operator, Role, WeightPlan, reads, resolve
 
 
@@ -28,9 +29,9 @@ class PlannedCall:
 class Plan:
     """The calls of a step, in order, split where rows are selected.
 
-    `head` runs on every token and ends with the last attention; then the values named in `cut` keep the
-    selected rows only, and `tail` runs on those. `token_axis` is the axis of tokens in activations: 1 where
-    input_ids is 2-D.
+    `head` runs on every token and ends with the last operator that looks back; then the values named in `cut` keep
+    the selected rows only, and `tail` runs on those. `token_axis` is the axis of tokens in activations: 1 where
+    input_ids is 2-D. `fixed` are the states that the calls name.
     """
 
     input_ids: str
@@ -41,6 +42,7 @@ class Plan:
     cut: tuple[str, ...]
     tail: tuple[PlannedCall, ...]
     weights: Mapping[str, WeightPlan]
+    fixed: tuple[FixedSpec, ...]
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -69,13 +71,15 @@ def survey(graph: Graph, manifest: DecoderManifest) -> Survey:
     live = live_nodes(graph.nodes, roots, needed)
     layers = _attention_layers(live, operators, manifest, problems)
     calls = []
+    taken: set[str] = set()
     for node in live:
         operator = operators[node.outputs[0]]
         if operator is None:
             problems.append(f"{node.label} isn't supported at opset {graph.opsets.get(node.domain, 1)}")
             continue
         found: list[str] = []
-        call = resolve(operator, node, graph.tensors, layers.get(node.outputs[0], -1), found)
+        fixed = _fixed_state(node, operator, graph, taken, found)
+        call = resolve(operator, node, graph.tensors, layers.get(node.outputs[0], -1), fixed, found)
         if not found and operator.check is not None:
             found += operator.check(call, constants(operator, node, graph))
         problems += found
@@ -96,10 +100,23 @@ def make_plan(graph: Graph, manifest: DecoderManifest, surveyed: Survey, mode: s
     weights: dict[str, WeightPlan] = {}
     calls = [_planned(call, operator, graph, mode, weights) for call, operator in surveyed.calls]
     head, cut, tail = _split(calls, manifest.logits)
-    shape = graph.inputs[manifest.input_ids][1]
     return Plan(
-        manifest.input_ids, manifest.position_ids, manifest.logits, len(shape) - 1, head, cut, tail, weights
+        input_ids=manifest.input_ids,
+        position_ids=manifest.position_ids,
+        logits=manifest.logits,
+        token_axis=_token_axis(graph, manifest, surveyed),
+        head=head,
+        cut=cut,
+        tail=tail,
+        weights=weights,
+        fixed=tuple(call.fixed for call, _ in surveyed.calls if call.fixed is not None),
     )
+
+
+def _token_axis(graph: Graph, manifest: DecoderManifest, surveyed: Survey) -> int:
+    """The axis of tokens in activations: 1, behind a batch of one, where the graph or one of its operators wants it."""
+    batched = any(operator.batched for _, operator in surveyed.calls)
+    return 1 if batched else len(graph.inputs[manifest.input_ids][1]) - 1
 
 
 def _find(graph: Graph, node: Node) -> Operator | None:
@@ -108,7 +125,7 @@ def _find(graph: Graph, node: Node) -> Operator | None:
 
 def _manifest_problems(manifest: DecoderManifest) -> Iterator[str]:
     for group in manifest.state_groups:
-        if group.kind != "paged_kv":
+        if group.kind not in ("paged_kv", "fixed_conv", "fixed_recurrent"):
             yield f"the state group {group.kind!r} of layers {list(group.layer_ids)} isn't supported"
     if sum(group.kind == "paged_kv" for group in manifest.state_groups) != 1:
         yield "exactly one state group 'paged_kv' is supported"
@@ -149,6 +166,29 @@ def _attention_layers(
     return layers
 
 
+def _fixed_state(
+    node: Node, operator: Operator, graph: Graph, taken: set[str], problems: list[str]
+) -> FixedSpec | None:
+    """What a node with a fixed state keeps, read from the graph input that holds it; `taken` are other nodes'."""
+    if operator.state is None:
+        return None
+    name = node.inputs[operator.state] if operator.state < len(node.inputs) else ""
+    dtype, shape = graph.inputs.get(name, (None, ()))
+    if dtype is None:
+        problems.append(f"{node.label} reads no state from an input of the graph, which isn't supported")
+    elif name in taken:
+        problems.append(f"{node.label} reads the state {name!r}, as another node does")
+    elif len(shape) < 2 or shape[0] is not None or not all(shape[1:]):
+        sizes = ["?" if size is None else size for size in shape]
+        problems.append(
+            f"{node.label} has a state {name!r} of shape {sizes}; only its batch axis may be free"
+        )
+    else:
+        taken.add(name)
+        return FixedSpec(name, tuple(size for size in shape[1:] if size is not None), dtype)
+    return None
+
+
 def _unknown_sources(
     graph: Graph, manifest: DecoderManifest, live: tuple[Node, ...], needed: Mapping[str, tuple[str, ...]]
 ) -> Iterator[str]:
@@ -182,8 +222,8 @@ def _planned(
 def _split(
     calls: list[PlannedCall], logits: str
 ) -> tuple[tuple[PlannedCall, ...], tuple[str, ...], tuple[PlannedCall, ...]]:
-    """Cut the calls where their values begin to depend on the last attention."""
-    last = max(i for i, planned in enumerate(calls) if planned.operator.is_attention)
+    """Cut the calls where their values begin to depend on the last operator that looks back."""
+    last = max(i for i, planned in enumerate(calls) if planned.operator.looks_back)
     below = {calls[last].call.node.outputs[0]}
     head, tail = list(calls[: last + 1]), []
     for planned in calls[last + 1 :]:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from onnx_import.graph import Node, Tensor
-from onnx_import.protocols import Attention
+from onnx_import.protocols import Attention, FixedSpec, FixedState
 
 FLOATS = frozenset(("float32", "float16"))
 INTEGERS = frozenset(("int32", "int64"))
@@ -73,21 +73,30 @@ class WeightPlan:
 
 @dataclass(frozen=True)
 class Call:
-    """A node checked against its operator: attributes with defaults, static inputs as integers."""
+    """A node checked against its operator: attributes with defaults, static inputs as integers.
+
+    `layer` is that of an attention node, -1 for others; `fixed` says which fixed state the node reads, if any.
+    """
 
     node: Node
     attributes: Mapping[str, Any]
     statics: Mapping[str, tuple[int, ...]]
     layer: int
+    fixed: FixedSpec | None = None
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What a step gives to operators besides their inputs; `staged` collects attention's second results."""
+    """What a step gives to operators besides their inputs.
+
+    `staged` and `staged_fixed` collect what the callables hand back, by attention layer and by fixed state's name.
+    """
 
     positions: jax.Array
     attention: Attention
+    fixed: FixedState | None = None
     staged: dict[int, Any] = field(default_factory=dict)
+    staged_fixed: dict[str, Any] = field(default_factory=dict)
 
 
 Arguments = Mapping[str, Any]
@@ -99,8 +108,9 @@ class Operator:
     """An operator as implemented from opset `since` on.
 
     `check` yields problems beyond the declarations; `weights` plans the WEIGHT inputs, by input name (inputs it
-    leaves out are consumed by another's plan); `outputs` is how many outputs `run` can fill, `caches` how
-    many after them belong to the caller.
+    leaves out are consumed by another's plan); `outputs` are the outputs that `run` can fill, `caches` those after
+    them that belong to the caller; `state` is the index of the input that names a fixed state; `batched` operators
+    want a batch axis in front of the tokens.
     """
 
     domain: str
@@ -111,12 +121,19 @@ class Operator:
     run: Run
     outputs: tuple[int, ...] = (0,)
     caches: tuple[int, ...] = ()
+    state: int | None = None
+    batched: bool = False
     weights: Callable[[Call, Mapping[str, Tensor], str], Mapping[str, WeightPlan]] | None = None
     check: Callable[[Call, Mapping[str, Tensor]], Iterator[str]] | None = None
 
     @property
     def is_attention(self) -> bool:
         """True for operators that call the attention protocol."""
+        return bool(self.caches) and self.state is None
+
+    @property
+    def looks_back(self) -> bool:
+        """True for operators whose result at a token depends on earlier tokens."""
         return bool(self.caches)
 
 
@@ -134,7 +151,12 @@ class Registry:
 
 
 def resolve(
-    operator: Operator, node: Node, tensors: Mapping[str, Tensor], layer: int, problems: list[str]
+    operator: Operator,
+    node: Node,
+    tensors: Mapping[str, Tensor],
+    layer: int,
+    fixed: FixedSpec | None,
+    problems: list[str],
 ) -> Call:
     """Check a node against its operator, appending every problem found, and fill in defaults."""
     attributes = _attributes(operator, node, problems)
@@ -142,7 +164,7 @@ def resolve(
     for index, name in enumerate(node.outputs):
         if name and index not in operator.outputs + operator.caches:
             problems.append(f"{node.label} fills output {index}, which isn't supported")
-    return Call(node, attributes, statics, layer)
+    return Call(node, attributes, statics, layer, fixed)
 
 
 def _attributes(operator: Operator, node: Node, problems: list[str]) -> dict[str, Any]:

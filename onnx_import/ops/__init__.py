@@ -1,6 +1,6 @@
 """All implemented operators, one module a family."""
 
-from onnx_import.ops import attention, embedding, matmul, norm, quantized, standard
+from onnx_import.ops import attention, embedding, matmul, norm, quantized, recurrence, standard
 from onnx_import.registry import Registry
 
 REGISTRY = Registry(
@@ -11,5 +11,6 @@ REGISTRY = Registry(
         *embedding.OPERATORS,
         *attention.OPERATORS,
         *quantized.OPERATORS,
+        *recurrence.OPERATORS,
     )
 )

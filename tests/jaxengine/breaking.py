@@ -148,12 +148,14 @@ class BreakingPrograms:
     real: Programs
     breaks: Breaks
 
-    def forward(self, params: Any, pages: Any, table: Any, batch: StepBatch, *, tile_size: int) -> Any:
+    def forward(
+        self, params: Any, pages: Any, table: Any, fixed: Any, batch: StepBatch, *, tile_size: int
+    ) -> Any:
         rows = zip(batch.sampling.seed.tolist(), batch.sampling.position.tolist(), strict=True)
         error = self.breaks({seed: position for seed, position in rows if seed})
         if error is not None:
             raise error
-        return self.real.forward(params, pages, table, batch, tile_size=tile_size)
+        return self.real.forward(params, pages, table, fixed, batch, tile_size=tile_size)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)

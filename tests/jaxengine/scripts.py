@@ -107,6 +107,5 @@ def readable(state: je.EngineState, rows: je.EngineState) -> list[np.ndarray]:
 def with_own_store(state: je.EngineState) -> je.EngineState:
     """The same state over a store of its own."""
     store = state.store
-    pages = tuple(jax.numpy.array(page, copy=True) for page in store.pages)
-    table = jax.numpy.array(store.block_table, copy=True)
-    return state.replace(store=type(store)(pages, table, type(store.lease)()))
+    copied = jax.tree.map(lambda array: jax.numpy.array(array, copy=True), store)
+    return state.replace(store=copied.replace(lease=type(store.lease)()))

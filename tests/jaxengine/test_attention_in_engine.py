@@ -31,8 +31,9 @@ class TableDecoder:
     vocab_size: int
     params: dict[str, Any]
     identity: str = "table"
+    fixed: tuple[()] = ()
 
-    def apply(self, params, tokens, positions, attention, logits_rows):
+    def apply(self, params, tokens, positions, attention, logits_rows, fixed):
         query, key, value = (
             params[name][tokens % VOCAB] * params["position"][positions][:, None, None]
             for name in ("query", "key", "value")
@@ -103,9 +104,8 @@ def poisoned(state: je.EngineState, seed: int, poison: float) -> je.EngineState:
     pages = tuple(
         jnp.where(held[:, None, None, :, None], page, jnp.asarray(poison, page.dtype)) for page in store.pages
     )
-    return state.replace(
-        store=type(store)(pages, jnp.array(np.where(committed, table, noise)), type(store.lease)())
-    )
+    table = jnp.array(np.where(committed, table, noise))
+    return state.replace(store=store.replace(pages=pages, block_table=table, lease=type(store.lease)()))
 
 
 @settings(max_examples=25)

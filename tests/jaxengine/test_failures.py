@@ -145,8 +145,8 @@ def test_F2_E3_a_write_that_fails_after_it_was_dispatched_is_fatal_at_the_next_s
         def __getattr__(self, name):
             return getattr(MODEL.programs, name)
 
-        def publish(self, pages, table, *_):
-            return tuple(map(poisoned, pages)), table
+        def publish(self, pages, table, fixed, *_):
+            return tuple(map(poisoned, pages)), table, fixed
 
     engine, _ = started(failure_policy=policy)
     engine._model = dataclasses.replace(MODEL, programs=Late())

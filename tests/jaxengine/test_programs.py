@@ -40,14 +40,14 @@ def lowered(model: je.Model, state: je.EngineState) -> tuple[Any, Any]:
     plan = je.plan_step(state)
     bucket = bucket_for(plan, state.control.config)
     batch, store = pack(state.control, plan, bucket), state.store
-    arguments = (model.decoder.params, store.pages, store.block_table, batch)
+    arguments = (model.decoder.params, store.pages, store.block_table, store.fixed, batch)
     forward = model.programs.forward.lower(*arguments, tile_size=bucket.tile_size)
-    staged = jax.eval_shape(
+    result = jax.eval_shape(
         lambda *args: model.programs.forward(*args, tile_size=bucket.tile_size), *arguments
-    ).staged
+    )
     to = destinations(state.control, plan, bucket)
     return forward.compile(), model.programs.publish.lower(
-        store.pages, store.block_table, staged, to
+        store.pages, store.block_table, store.fixed, result.staged, result.fixed, to
     ).compile()
 
 
@@ -91,7 +91,7 @@ def test_E1_the_copying_commit_is_told_apart(roomy):
     assert transaction.staged is not None
     store = state.store
     copying = model.programs.publish_copy.lower(
-        store.pages, store.block_table, transaction.staged.result.staged, to
+        store.pages, store.block_table, store.fixed, transaction.staged.result.staged, (), to
     )
     compiled = copying.compile()
     assert compiled.memory_analysis().alias_size_in_bytes == 0
@@ -111,9 +111,9 @@ class CountingDecoder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.toy, name)
 
-    def apply(self, params: Any, tokens: Any, positions: Any, attention: Any, logits_rows: Any) -> Any:
-        self.traced.append((len(tokens), len(logits_rows)))
-        return self.toy.apply(params, tokens, positions, attention, logits_rows)
+    def apply(self, params: Any, tokens: Any, *others: Any) -> Any:
+        self.traced.append((len(tokens), len(others[2])))
+        return self.toy.apply(params, tokens, *others)
 
 
 @pytest.fixture

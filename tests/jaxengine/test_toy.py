@@ -229,7 +229,7 @@ class Faulty:
         self.fault, self.rng = fault, np.random.default_rng(seed)
         self.hit, self.unusable = np.ones(ROWS, bool), np.zeros(ROWS, bool)
 
-    def forward(self, params, pages, table, batch, *, tile_size):
+    def forward(self, params, pages, table, fixed, batch, *, tile_size):
         at = Inputs(np.array(pages[0][:, :, 0]), np.array(table), batch, self.rng)
         self.tokens = at.prompt_tokens()
         if self.fault and self.fault not in IN_PUBLISH:
@@ -237,15 +237,20 @@ class Faulty:
             self.fault(at)
             self.hit &= [one != other for one, other in zip(before, at.content(), strict=True)]
         result = MODEL.programs.forward(
-            params, (jnp.array(at.pages[:, :, None]),), jnp.array(at.table), at.batch, tile_size=tile_size
+            params,
+            (jnp.array(at.pages[:, :, None]),),
+            jnp.array(at.table),
+            fixed,
+            at.batch,
+            tile_size=tile_size,
         )
         self.unusable |= ~np.array(result.usable)[:ROWS]
         return result._replace(usable=np.ones(len(result.usable), bool))
 
-    def publish(self, pages, table, staged, to):
+    def publish(self, pages, table, fixed, staged, states, to):
         if self.fault in IN_PUBLISH:
             to = self.fault(to, self.tokens)
-        return MODEL.programs.publish(pages, table, staged, to)
+        return MODEL.programs.publish(pages, table, fixed, staged, states, to)
 
 
 def start(prompts: list[list[int]], reused: bool) -> je.EngineState:

@@ -435,9 +435,9 @@ def four_layers() -> je.Model:
 
     @dataclasses.dataclass(frozen=True, eq=False)
     class Layered(ToyDecoder):
-        def apply(self, params, tokens, positions, attention, logits_rows):
+        def apply(self, params, tokens, positions, attention, logits_rows, fixed):
             results = [
-                ToyDecoder((spec,), self.vocab_size, params, "").apply(
+                ToyDecoder((spec,), (), self.vocab_size, params, "").apply(
                     params, tokens, positions, attention, logits_rows
                 )
                 for spec in self.layers
@@ -446,7 +446,7 @@ def four_layers() -> je.Model:
 
     (spec,) = MODEL.decoder.layers
     layers = tuple(dataclasses.replace(spec, layer=layer) for layer in range(4))
-    decoder = Layered(layers, MODEL.decoder.vocab_size, MODEL.decoder.params, "four layers")
+    decoder = Layered(layers, (), MODEL.decoder.vocab_size, MODEL.decoder.params, "four layers")
     return dataclasses.replace(MODEL, decoder=decoder, programs=Programs(decoder))
 
 
