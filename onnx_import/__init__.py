@@ -9,7 +9,8 @@ Attention is the caller's, and so are fixed states: see `Attention` and `FixedSt
 
 from onnx_import.decoder import Decoder, WeightMode, import_decoder
 from onnx_import.errors import FolderError, ImportFailure, UnsupportedGraph, WeightError
-from onnx_import.folder import FolderConfig, StateGroup
+from onnx_import.folder import FolderConfig
+from onnx_import.manifest import SlidingWindow, StateGroup, StateTensor
 from onnx_import.model_folder import ModelFolder, read_folder
 from onnx_import.protocols import Attention, AttentionSpec, FixedSpec, FixedState, Step
 from onnx_import.report import FolderReport, inspect_folder
@@ -25,8 +26,10 @@ __all__ = [
     "FolderReport",
     "ImportFailure",
     "ModelFolder",
+    "SlidingWindow",
     "StateGroup",
     "Step",
+    "StateTensor",
     "UnsupportedGraph",
     "WeightError",
     "WeightMode",

@@ -76,12 +76,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """A decoder's graph in topological order, with `inputs` as name to (dtype, shape with None for free)."""
+    """A decoder's graph in topological order; `inputs` and `outputs` are name to (dtype, shape with None for free)."""
 
     file: Path
     opsets: Mapping[str, int]
     inputs: Mapping[str, tuple[np.dtype, tuple[int | None, ...]]]
-    outputs: tuple[str, ...]
+    outputs: Mapping[str, tuple[np.dtype, tuple[int | None, ...]]]
     nodes: tuple[Node, ...]
     tensors: Mapping[str, Tensor]
 
@@ -105,9 +105,11 @@ def parse_graph(file: Path) -> Graph:
         file=file,
         opsets={opset.domain: opset.version for opset in model.opset_import},
         inputs={
-            value.name: _value_type(value) for value in model.graph.input if value.name not in initializers
+            value.name: _value_type(file, value)
+            for value in model.graph.input
+            if value.name not in initializers
         },
-        outputs=tuple(value.name for value in model.graph.output),
+        outputs={value.name: _value_type(file, value) for value in model.graph.output},
         nodes=nodes,
         tensors=tensors,
     )
@@ -134,8 +136,10 @@ def _node(proto: onnx.NodeProto) -> Node:
     return Node(domain, proto.op_type, proto.name, tuple(proto.input), tuple(proto.output), attributes)
 
 
-def _value_type(value: onnx.ValueInfoProto) -> tuple[np.dtype, tuple[int | None, ...]]:
+def _value_type(file: Path, value: onnx.ValueInfoProto) -> tuple[np.dtype, tuple[int | None, ...]]:
     kind = value.type.tensor_type
+    if kind.elem_type not in onnx.helper.get_all_tensor_dtypes():
+        raise FolderError(f"{file} gives its value {value.name!r} no tensor type; export the model again.")
     shape = tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in kind.shape.dim)
     return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)), shape
 

@@ -1,11 +1,15 @@
 """A model folder as read: configuration, names and graph, no weights."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from onnx_import.errors import FolderError
-from onnx_import.folder import DecoderManifest, FolderConfig, read_config
+from onnx_import.folder import FolderConfig, read_config
 from onnx_import.graph import Graph, parse_graph
+from onnx_import.manifest import DecoderManifest
+from onnx_import.states import find_states
 from onnx_import.weights import leads_inside
 
 
@@ -19,14 +23,19 @@ class ModelFolder:
     graph: Graph
 
 
-def read_folder(path: str | Path) -> ModelFolder:
+def read_folder(path: str | Path, overrides: Mapping[str, Any] | None = None) -> ModelFolder:
     """Read a folder written by the ONNX Runtime GenAI model builder, without loading weights.
+
+    `overrides` is shaped like the folder's `genai_config.json` and merged into a copy of it as a JSON merge patch
+    (RFC 7396): objects merge key by key, None removes a key, anything else replaces. The folder isn't changed, and
+    the result is checked like a file that said the same.
 
     Raises FolderError, in one sentence naming the file and key, when anything is missing or malformed.
     """
     folder = Path(path)
-    config, manifest = read_config(folder)
-    file = folder / manifest.filename
+    config, decoder = read_config(folder, overrides)
+    file = folder / decoder.filename
     if not leads_inside(folder, file):
         raise FolderError(f"The configuration's model file {file} lies outside the model folder {folder}.")
-    return ModelFolder(folder, config, manifest, parse_graph(file))
+    graph = parse_graph(file)
+    return ModelFolder(folder, config, find_states(decoder, graph), graph)

@@ -6,8 +6,8 @@ Planning reads no weight data. A plan is a list of calls over named values; noth
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from onnx_import.folder import DecoderManifest, layer_pattern
 from onnx_import.graph import Graph, Node, Tensor, live_nodes
+from onnx_import.manifest import DecoderManifest, layer_pattern
 from onnx_import.ops import REGISTRY
 from onnx_import.protocols import FixedSpec
 from onnx_import.registry import Call, Operator, Role, WeightPlan, reads, resolve
@@ -127,10 +127,9 @@ def _manifest_problems(manifest: DecoderManifest) -> Iterator[str]:
     for group in manifest.state_groups:
         if group.kind not in ("paged_kv", "fixed_conv", "fixed_recurrent"):
             yield f"the state group {group.kind!r} of layers {list(group.layer_ids)} isn't supported"
-    if sum(group.kind == "paged_kv" for group in manifest.state_groups) != 1:
-        yield "exactly one state group 'paged_kv' is supported"
-    if manifest.sliding_window:
-        yield "the configuration's 'sliding_window' isn't supported"
+    if all(group.kind != "paged_kv" for group in manifest.state_groups):
+        yield "the configuration has no state group 'paged_kv', and at least one is needed"
+    yield from manifest.problems
 
 
 def _attention_layers(

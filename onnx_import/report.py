@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from onnx_import.folder import StateGroup
+from onnx_import.manifest import StateGroup
 from onnx_import.model_folder import ModelFolder
 from onnx_import.plan import survey
 
@@ -45,5 +45,5 @@ def inspect_folder(folder: ModelFolder) -> FolderReport:
         weight_bytes=sizes.total(),
         weight_bytes_by_type=dict(sorted(sizes.items())),
         unsupported=surveyed.problems,
-        notes=folder.config.notes,
+        notes=folder.config.notes + folder.manifest.notes,
     )

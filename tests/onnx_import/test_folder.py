@@ -127,7 +127,7 @@ def test_a_plain_folder_reads_without_notes() -> None:
         ),
         (
             put("model.decoder.state_groups", [{"kind": "paged_kv", "layer_ids": [0, 0]}]),
-            "lists a layer twice",
+            "lists layer 0 twice",
         ),
         (
             put("model.decoder.state_groups", [{"kind": "paged_kv", "layer_ids": [5]}]),
