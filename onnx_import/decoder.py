@@ -14,6 +14,7 @@ from onnx_import.model_folder import ModelFolder
 from onnx_import.plan import Plan, PlannedCall, make_plan, survey
 from onnx_import.protocols import Attention, AttentionSpec, FixedSpec, FixedState, Step
 from onnx_import.registry import Environment, WeightPlan
+from onnx_import.states import geometry_problems
 from onnx_import.weights import WeightFiles, model_identity
 
 WeightMode = Literal["exact", "fast"]
@@ -142,8 +143,11 @@ def _dry_run(plan: Plan, folder: ModelFolder) -> tuple[tuple[AttentionSpec, ...]
     except (TypeError, ValueError) as error:
         where = " ".join(getattr(error, "__notes__", ()))
         raise UnsupportedGraph(str(folder.graph.file), [f"{where}: {str(error).splitlines()[0]}"]) from None
+    layers = tuple(specs[layer] for layer in sorted(specs))
+    if problems := list(geometry_problems(folder.manifest, folder.graph, layers)):
+        raise UnsupportedGraph(str(folder.graph.file), problems)
     _check_widths(folder.config, logits.shape, rows.shape[0], plan, folder)
-    return tuple(specs[layer] for layer in sorted(specs)), logits.shape[1]
+    return layers, logits.shape[1]
 
 
 class _ShapesOnly:
