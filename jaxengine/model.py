@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import onnx_import
 from jaxengine.programs import Decoder, Programs
@@ -17,7 +18,7 @@ class Model:
 
     Attributes:
         decoder: The imported graph, its weights and its attention layers.
-        config: What the folder's `genai_config.json` says.
+        config: What the folder's `genai_config.json` says, overrides included.
         path: The folder, for the tokenizer and the chat template.
         programs: The compiled forward and commit programs of this decoder.
     """
@@ -34,17 +35,25 @@ def require_model(model: object) -> None:
         raise TypeError(f"the model is {model!r}; give what load_model returned")
 
 
-def load_model(folder: str | os.PathLike[str], weights: Literal["exact", "fast"] = "exact") -> Model:
+def load_model(
+    folder: str | os.PathLike[str],
+    weights: Literal["exact", "fast"] = "exact",
+    overrides: Mapping[str, Any] | None = None,
+) -> Model:
     """Loads a model folder that the ONNX Runtime GenAI model builder wrote.
 
     Args:
         folder: The folder, with `genai_config.json` and the ONNX file it names.
         weights: How quantised matrices are multiplied: "exact" dequantises them block by block to float32, "fast" runs
             them on the CPU's integer dot at a stated loss (docs/benchmarks.md). Float matrices are the same in both.
+        overrides: Values in place of the folder's, shaped like its `genai_config.json` and merged into a copy as a JSON
+            merge patch (RFC 7396): objects merge key by key, None removes a key, anything else replaces. All of them
+            count or none: the outcome is checked like a file that says the same. The folder's files stay as they are.
 
     Raises:
-        onnx_import.ImportFailure: The folder cannot be read, or its graph holds something that is not supported.
+        onnx_import.ImportFailure: The folder cannot be read, an override does not fit its configuration, or its graph
+            holds something that is not supported.
     """
-    read = onnx_import.read_folder(Path(folder))
+    read = onnx_import.read_folder(Path(folder), overrides)
     decoder = onnx_import.import_decoder(read, weights=weights)
     return Model(decoder=decoder, config=read.config, path=read.path, programs=Programs(decoder))

@@ -149,7 +149,7 @@ def _plain(value: Any, where: str) -> Any:
         for name in value:
             if not isinstance(name, str):
                 raise FolderError(
-                    f"The overrides have the key {name!r} in {where or 'their top'!r}; keys are texts."
+                    f"The overrides have the key {name!r} in {repr(where) if where else 'their top'}; keys are texts."
                 )
         return {name: _plain(item, f"{where}.{name}" if where else name) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -358,3 +359,19 @@ def test_H2_an_absent_manifest_means_dense_paged_state() -> None:
         ]
     assert {tensor.shape for tensor in derived[0].tensors} == {(2, None, None)}
     assert {tensor.shape for tensor in written[0].tensors} == {(None, 2, 16)}
+
+
+def test_H2_a_cache_of_another_type_than_its_keys_is_refused_without_weights(tmp_path: Path) -> None:
+    """H2, S2: the graph declares float32 caches for layer 1, whose keys it computes in half precision."""
+
+    def change(proto: onnx.ModelProto) -> None:
+        for value in (*proto.graph.input, *proto.graph.output):
+            if "key" in value.name or "value" in value.name:
+                value.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+
+    folder = edited(model("paged-fp16"), tmp_path / "copy", change)
+    (folder / "model.onnx.data").unlink()
+    with pytest.raises(
+        onnx_import.UnsupportedGraph, match="layer 1 computes keys of float16 for 2 heads of 16"
+    ):
+        onnx_import.import_decoder(onnx_import.read_folder(folder))
