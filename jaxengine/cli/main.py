@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-from jaxengine.cli import chat, generate, inspect
+from jaxengine.cli import chat, generate, inspect, verify
 from jaxengine.cli.errors import BROKEN_PIPE, FAILURE, INTERRUPTED, USAGE, CommandError
 from jaxengine.cli.options import in_words_of_options
 from jaxengine.cli.output import say
@@ -19,7 +19,7 @@ from jaxengine.errors import EngineError
 from jaxengine.text import TextError
 from onnx_import import ImportFailure
 
-COMMANDS = (generate, chat, inspect)
+COMMANDS = (generate, chat, inspect, verify)
 
 
 class _Parser(argparse.ArgumentParser):

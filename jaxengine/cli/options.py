@@ -19,6 +19,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="a model folder (default: the demo model, downloaded and converted on first use)",
     )
+    add_weights_option(parser)
+
+
+def add_weights_option(parser: argparse.ArgumentParser) -> None:
+    """`--weights`."""
     parser.add_argument(
         "--weights",
         choices=("exact", "fast"),

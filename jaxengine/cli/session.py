@@ -1,7 +1,8 @@
 """A model made ready for one conversation: its tokenizer and an engine of one row."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from rich.console import Console
@@ -29,18 +30,31 @@ def keep_programs() -> None:
 
 def load(folder: Path | None, weights: Literal["exact", "fast"]) -> tuple[Model, Tokenizer]:
     """The model and the tokenizer of a folder, or of the demo model, with a sign of life on a terminal meanwhile."""
+    require_jax()
+    folder = demo_model_folder(progress=True) if folder is None else folder
+    model = load_folder(folder, weights)
+    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer.require_fits(model.decoder.vocab_size)
+    return model, tokenizer
+
+
+def load_folder(
+    folder: Path, weights: Literal["exact", "fast"], overrides: Mapping[str, Any] | None = None
+) -> Model:
+    """The model of a folder, with overrides of its configuration, with a sign of life on a terminal meanwhile."""
+    require_jax()
     keep_programs()
+    with Console(stderr=True).status(f"Loading {folder.name}"):
+        return load_model(folder, weights=weights, overrides=overrides)
+
+
+def require_jax() -> None:
+    """Raises `CommandError` where JAX finds no device to run on."""
     try:
         jax.devices()
     except (AssertionError, RuntimeError) as error:
         reason = (str(error).splitlines() or ["its platform is not there"])[0]
         raise CommandError(f"JAX can't start: {reason}; check JAX_PLATFORMS and the installed JAX") from error
-    folder = demo_model_folder(progress=True) if folder is None else folder
-    with Console(stderr=True).status(f"Loading {folder.name}"):
-        model = load_model(folder, weights=weights)
-        tokenizer = Tokenizer.from_folder(folder)
-    tokenizer.require_fits(model.decoder.vocab_size)
-    return model, tokenizer
 
 
 def pool_tokens(model: Model, wanted: int) -> int:

@@ -206,7 +206,9 @@ def test_T2_a_platform_that_jax_does_not_have_is_one_sentence(tiny):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", ["--help", "generate --help", "chat --help", "inspect --help", "--version"])
+@pytest.mark.parametrize(
+    "words", ["--help", "generate --help", "chat --help", "inspect --help", "verify --help", "--version"]
+)
 def test_asking_for_help_is_no_error(words, capsys):
     assert main(words.split()) == 0
     out, err = capsys.readouterr()

@@ -1,0 +1,96 @@
+"""ONNX Runtime as a reference: the logits of a folder's own file, its inputs filled by what the graph says of them."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+
+import onnx_import
+from jaxengine.cli.errors import CommandError
+from jaxengine.model import Model
+
+
+def require_runtime() -> Any:
+    """The package onnxruntime, or a `CommandError` that says how to get it."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise CommandError(
+            "verify needs the package onnxruntime; install it with pip install 'jaxengine[verify]'"
+        ) from error
+    return onnxruntime
+
+
+def reference_logits(
+    folder: onnx_import.ModelFolder, model: Model, ids: np.ndarray, runtime: Any
+) -> np.ndarray:
+    """ONNX Runtime's float32[positions, vocab] on the folder's file, `runtime` being the package.
+
+    A graph that gives the last position's logits only is run once a position. `model` has the sizes of heads that
+    the graph leaves open.
+
+    Raises:
+        CommandError: The graph takes something that isn't known, or ONNX Runtime can't load or run it.
+    """
+    file = folder.graph.file
+    proto = onnx.load(str(file), load_external_data=False)
+    for node in proto.graph.node:
+        if node.op_type == "MatMulNBits":
+            others = [attribute for attribute in node.attribute if attribute.name != "accuracy_level"]
+            del node.attribute[:]
+            node.attribute.extend([*others, onnx.helper.make_attribute("accuracy_level", 1)])
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4
+    # Where the session looks for external data, since it gets the graph as bytes.
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(file.parent))
+    try:
+        session = runtime.InferenceSession(
+            proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+
+        def logits(prompt: np.ndarray) -> np.ndarray:
+            feed = dict(session_inputs(folder, model, prompt))
+            return np.asarray(session.run([folder.manifest.logits], feed)[0], np.float32)[0]
+
+        found = logits(ids)
+        if len(found) != len(ids):
+            found = np.stack([logits(ids[: end + 1])[-1] for end in range(len(ids))])
+    except CommandError:
+        raise
+    except Exception as error:  # the package raises nothing narrower
+        reason = " ".join(str(error).split())
+        raise CommandError(f"ONNX Runtime can't run {file}: {reason}") from error
+    return found
+
+
+def session_inputs(
+    folder: onnx_import.ModelFolder, model: Model, ids: np.ndarray
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Every input of a two-dimensional graph by name, for one sequence of `ids` int[tokens] from empty state.
+
+    Raises CommandError, naming the input, for one that is neither tokens, mask, positions nor state.
+    """
+    manifest = folder.manifest
+    states = {tensor.input: tensor for group in manifest.state_groups for tensor in group.tensors}
+    plain: Mapping[str, np.ndarray] = {
+        manifest.input_ids: ids,
+        manifest.attention_mask: np.ones_like(ids),
+        manifest.position_ids: np.arange(len(ids)),
+    }
+    heads = {spec.layer: (spec.num_kv_heads, spec.head_dim) for spec in model.decoder.layers}
+    for name, (dtype, shape) in folder.graph.inputs.items():
+        if name in plain:
+            # Positions of three axes (MRoPE) are the same on each.
+            sizes = [*(size or 1 for size in shape[:-1]), len(ids)]
+            yield name, np.broadcast_to(plain[name].astype(dtype), sizes)
+        elif name in states and states[name].kind == "paged_kv":
+            num_heads, head_dim = heads[states[name].layer]
+            yield name, np.zeros((1, shape[1] or num_heads, 0, shape[3] or head_dim), dtype)
+        elif name in states:
+            yield name, np.zeros([1, *(size or 1 for size in shape[1:])], dtype)
+        else:
+            raise CommandError(
+                f"the graph of {folder.path} takes the input {name!r}, which verify can't fill; "
+                "compare with another export"
+            )
