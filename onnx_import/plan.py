@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from onnx_import.graph import Graph, Node, Tensor, live_nodes
-from onnx_import.manifest import DecoderManifest, layer_pattern
+from onnx_import.manifest import DecoderManifest, StateTensor, layer_pattern
 from onnx_import.ops import REGISTRY
 from onnx_import.protocols import FixedSpec
 from onnx_import.registry import Call, Operator, Role, WeightPlan, reads, resolve
@@ -71,19 +71,20 @@ def survey(graph: Graph, manifest: DecoderManifest) -> Survey:
     live = live_nodes(graph.nodes, roots, needed)
     layers = _attention_layers(live, operators, manifest, problems)
     calls = []
-    taken: set[str] = set()
+    states = {tensor.input: tensor for tensor in manifest.fixed}
     for node in live:
         operator = operators[node.outputs[0]]
         if operator is None:
             problems.append(f"{node.label} isn't supported at opset {graph.opsets.get(node.domain, 1)}")
             continue
         found: list[str] = []
-        fixed = _fixed_state(node, operator, graph, taken, found)
+        fixed = _fixed_state(node, operator, states, found)
         call = resolve(operator, node, graph.tensors, layers.get(node.outputs[0], -1), fixed, found)
         if not found and operator.check is not None:
             found += operator.check(call, constants(operator, node, graph))
         problems += found
         calls.append((call, operator))
+    problems += (f"no node keeps the state {name!r} of layer {states[name].layer}" for name in states)
     problems += _unknown_sources(graph, manifest, live, needed)
     pairs = tuple((node, operators[node.outputs[0]]) for node in live)
     return Survey(pairs, tuple(calls), tuple(dict.fromkeys(problems)))
@@ -124,9 +125,6 @@ def _find(graph: Graph, node: Node) -> Operator | None:
 
 
 def _manifest_problems(manifest: DecoderManifest) -> Iterator[str]:
-    for group in manifest.state_groups:
-        if group.kind not in ("paged_kv", "fixed_conv", "fixed_recurrent"):
-            yield f"the state group {group.kind!r} of layers {list(group.layer_ids)} isn't supported"
     if all(group.kind != "paged_kv" for group in manifest.state_groups):
         yield "the configuration has no state group 'paged_kv', and at least one is needed"
     yield from manifest.problems
@@ -166,26 +164,21 @@ def _attention_layers(
 
 
 def _fixed_state(
-    node: Node, operator: Operator, graph: Graph, taken: set[str], problems: list[str]
+    node: Node, operator: Operator, states: dict[str, StateTensor], problems: list[str]
 ) -> FixedSpec | None:
-    """What a node with a fixed state keeps, read from the graph input that holds it; `taken` are other nodes'."""
+    """What a node with a fixed state keeps, taken out of `states`, which are those that no node has taken yet."""
     if operator.state is None:
         return None
-    name = node.inputs[operator.state] if operator.state < len(node.inputs) else ""
-    dtype, shape = graph.inputs.get(name, (None, ()))
-    if dtype is None:
-        problems.append(f"{node.label} reads no state from an input of the graph, which isn't supported")
-    elif name in taken:
-        problems.append(f"{node.label} reads the state {name!r}, as another node does")
-    elif len(shape) < 2 or shape[0] is not None or not all(shape[1:]):
-        sizes = ["?" if size is None else size for size in shape]
+    name = "".join(node.inputs[operator.state :][:1])
+    tensor = states.pop(name, None)
+    if tensor is None:
+        problems.append(f"{node.label} reads no state of its own that the configuration names, but {name!r}")
+        return None
+    if tensor.output not in node.outputs:
         problems.append(
-            f"{node.label} has a state {name!r} of shape {sizes}; only its batch axis may be free"
+            f"{node.label} reads the state {name!r} and doesn't make its successor {tensor.output!r}"
         )
-    else:
-        taken.add(name)
-        return FixedSpec(name, tuple(size for size in shape[1:] if size is not None), dtype)
-    return None
+    return FixedSpec(name, tuple(size for size in tensor.shape if size is not None), tensor.dtype)
 
 
 def _unknown_sources(

@@ -150,16 +150,15 @@ def test_S2_shapes_that_do_not_fit_are_found_without_weights(tmp_path: Path) -> 
         (
             "state_groups",
             [{"kind": "paged_kv", "layer_ids": [0, 1]}, {"kind": "fixed_conv", "layer_ids": [1]}],
-            "the state group 'fixed_conv' of layers [1]",
+            "the graph has no input 'past.1.conv', which the state group 'fixed_conv' names",
         ),
         ("state_groups", [], "no state group 'paged_kv'"),
         ("state_groups", [{"kind": "paged_kv", "layer_ids": [0]}], "layer 1 has no attention in the conf"),
     ],
 )
-def test_H1_states_that_are_not_run_yet_are_refused(
+def test_H1_H2_states_that_the_graph_does_not_have_are_refused(
     tmp_path: Path, key: str, value: Any, expected: str
 ) -> None:
-    """H1, H2."""
     folder = edited(model("cpu-fp32"), tmp_path / "copy", lambda proto: None)
     config = json.loads((folder / "genai_config.json").read_text())
     config["model"]["decoder"][key] = value
