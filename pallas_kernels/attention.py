@@ -13,7 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tiles import QueryTiles
+from pallas_kernels.tiles import QueryTiles, first_key_tile
 
 KEY_TILE = 128
 """Positions of one key tile, whatever the block size, so that the block size does not change the arithmetic."""
@@ -31,8 +31,14 @@ def paged_attention(
     *,
     tile_size: int,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of packed rows over their committed pages and their staged tokens.
+
+    A window skips key tiles that no query sees and hides the other keys behind it; neither changes a bit, because a
+    hidden key adds zero and leaves the running maximum as it is.
 
     Args:
         query: float[tokens, num_heads, head_dim]; rotary already applied.
@@ -42,6 +48,9 @@ def paged_attention(
         tiles: The step's query tiles.
         tile_size: Queries a tile; 1 means that every row has one token.
         scale: Factor on the scores.
+        window: Keys that a query sees, itself included: those at max(0, p - window + 1) .. p; None for all up to p.
+        softcap: A scaled score s becomes softcap * tanh(s / softcap); None leaves it.
+        sinks: float[num_heads], a logit a head that takes part in the softmax and brings no value; never capped.
 
     Returns:
         query's dtype[tokens, num_heads, head_dim].
@@ -63,19 +72,27 @@ def paged_attention(
     query_position = jnp.where(lanes < tiles.num_queries[:, None], first_position[:, None] + lanes, -1)
     query_position = jnp.tile(query_position, (1, max(group, 2 // tile_size)))[:, None, :, None]
     key_end = (first_position + tiles.num_queries)[:, None]
+    start = 0 if window is None else first_key_tile(tiles, window, KEY_TILE)
 
     def walk(nth: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         best, output = carry
         position = nth * KEY_TILE + jnp.arange(KEY_TILE)
         keys, values, hole = _read_tile(position, staged, pages, block_table, tiles, tile_size)
         # Slots that nothing has written may hold NaN: they are selected away, not multiplied by zero.
-        written = ((position < key_end) & ~hole)[:, None, :, None]
+        written = (position < key_end) & ~hole
+        if window is not None:
+            written &= position > first_position[:, None] - window
         # A column of ones makes the product sum the weights too: XLA orders a plain sum by the size of the array.
         ones = jnp.ones((*values.shape[:-1], 1))
-        summed = jnp.concatenate([jnp.where(written, values, 0.0), ones], axis=-1)
+        summed = jnp.concatenate([jnp.where(written[:, None, :, None], values, 0.0), ones], axis=-1)
 
         scores = jnp.einsum("tkqd,tksd->tkqs", picked, keys, preferred_element_type=jnp.float32)
-        scores = jnp.where((position <= query_position) & ~hole[:, None, None, :], scores, -jnp.inf)
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        seen = (position <= query_position) & ~hole[:, None, None, :]
+        if window is not None:
+            seen &= position > query_position - window
+        scores = jnp.where(seen, scores, -jnp.inf)
         best_now = jnp.maximum(best, scores.max(axis=-1, keepdims=True))
         finite = jnp.where(jnp.isneginf(best_now), 0.0, best_now)
         weights = jnp.exp(scores - finite)
@@ -83,8 +100,14 @@ def paged_attention(
         return best_now, output * jnp.exp(best - finite) + product
 
     shape = (num_tiles, num_kv_heads, queries)
-    start = (jnp.full((*shape, 1), -jnp.inf), jnp.zeros((*shape, head_dim + 1)))
-    _, output = jax.lax.fori_loop(0, tiles.num_key_tiles, walk, start)
+    best, output = jnp.full((*shape, 1), -jnp.inf), jnp.zeros((*shape, head_dim + 1))
+    if sinks is not None:
+        # A sink is a key that comes before all others: it sets the maximum and weighs one, with a value of zero.
+        of_query = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, group), tile_size, axis=1)
+        of_query = jnp.pad(of_query, ((0, 0), (0, queries - group * tile_size)))
+        best = jnp.broadcast_to(of_query[:, :, None], best.shape)
+        output = output.at[..., -1].set(1.0)
+    _, output = jax.lax.fori_loop(start, tiles.num_key_tiles, walk, (best, output))
     total = output[..., -1:]
     output = (output[..., :-1] / jnp.where(total == 0.0, 1.0, total))[:, :, : group * tile_size]
     output = output.reshape(num_tiles, num_kv_heads, group, tile_size, head_dim).transpose(0, 3, 1, 2, 4)

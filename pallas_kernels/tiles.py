@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -92,3 +93,10 @@ def make_query_tiles(
         lane=padded(lane, padded_tokens),
         num_key_tiles=np.asarray(-(-longest // key_tile), np.int32),
     )
+
+
+def first_key_tile(tiles: QueryTiles, window: int, key_tile: int) -> jax.Array:
+    """Returns int32[], the first tile of `key_tile` positions of which some query sees a key in its `window`."""
+    first_position = tiles.past + tiles.start - tiles.row_start
+    needed = jnp.maximum(first_position - window + 1, 0) // key_tile
+    return jnp.where(tiles.num_queries > 0, needed, tiles.num_key_tiles).min()

@@ -34,6 +34,18 @@ class Geometry:
 
 
 @dataclasses.dataclass(frozen=True)
+class Extras:
+    """What a layer may ask beyond causal attention; `sinks` holds a logit a head."""
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: tuple[float, ...] | None = None
+
+
+PLAIN = Extras()
+
+
+@dataclasses.dataclass(frozen=True)
 class Sequence:
     """query [n, num_heads, head_dim]; key and value [n, num_kv_heads, head_dim]."""
 
@@ -78,6 +90,7 @@ class Step:
     shape: Shape
     scale: float
     spans: tuple[slice, ...]
+    extras: Extras = PLAIN
 
 
 def to_pages(slots: np.ndarray) -> np.ndarray:
@@ -99,18 +112,25 @@ def random_sequence(rng: np.random.Generator, geometry: Geometry, length: int) -
     return Sequence(draw(geometry.num_heads), draw(geometry.num_kv_heads), draw(geometry.num_kv_heads))
 
 
-def reference(sequence: Sequence, row: Row, scale: float, dead: frozenset[int] = frozenset()) -> np.ndarray:
+def reference(
+    sequence: Sequence, row: Row, scale: float, dead: frozenset[int] = frozenset(), extras: Extras = PLAIN
+) -> np.ndarray:
     """Plain causal attention of one row in float64: [count, num_heads, head_dim]; none at `dead` positions."""
     group = sequence.query.shape[1] // sequence.key.shape[1]
     out = np.empty((row.count, *sequence.query.shape[1:]))
     for i in range(row.count):
-        seen = [p for p in range(row.past + i + 1) if p not in dead]
+        position = row.past + i
+        first = 0 if extras.window is None else max(0, position - extras.window + 1)
+        seen = [p for p in range(first, position + 1) if p not in dead]
         for head in range(sequence.query.shape[1]):
             keys = sequence.key[seen, head // group].astype(np.float64)
             values = sequence.value[seen, head // group].astype(np.float64)
-            scores = keys @ sequence.query[row.past + i, head].astype(np.float64) * scale
-            weights = np.exp(scores - scores.max())
-            out[i, head] = weights @ values / weights.sum()
+            scores = keys @ sequence.query[position, head].astype(np.float64) * scale
+            if extras.softcap is not None:
+                scores = extras.softcap * np.tanh(scores / extras.softcap)
+            sinks = [] if extras.sinks is None else [extras.sinks[head]]
+            weights = np.exp(np.concatenate([scores, sinks]) - max([*scores, *sinks]))
+            out[i, head] = weights[: len(seen)] @ values / weights.sum()
     return out
 
 
@@ -121,11 +141,12 @@ def lay_out(
     rows: list[Row],
     shape: Shape,
     fill: float = np.nan,
+    extras: Extras = PLAIN,
 ) -> Step:
     """Puts each row's committed keys into blocks of its own at random places of the pool, and packs its new tokens.
 
-    Everything that no row may read holds `fill`: free blocks, slots behind the committed ones, padding tokens. Table
-    entries behind the committed ones are holes or blocks of other rows.
+    Everything that no row may read holds `fill`: free blocks, slots behind the committed ones, slots before the window
+    of the row's first query, padding tokens. Table entries behind the committed ones are holes or blocks of others.
     """
     size, kv_heads, head_dim = geometry.block_size, geometry.num_kv_heads, geometry.head_dim
     slots = np.full((shape.num_blocks, size, 2, kv_heads, head_dim), fill, geometry.dtype)
@@ -139,6 +160,8 @@ def lay_out(
     spans, start = [], 0
     for sequence, row, place in zip(sequences, rows, places, strict=True):
         kv = np.stack([sequence.key, sequence.value], axis=1)
+        behind = 0 if extras.window is None else max(0, row.past - extras.window + 1)
+        kv[:behind] = fill
         for column, first in enumerate(range(0, row.past, size)):
             block = free.pop()
             table[place, column] = block
@@ -157,24 +180,28 @@ def lay_out(
         padded_tiles=shape.tiles,
         padded_tokens=shape.tokens,
     )
-    return Step(query, staged, to_pages(slots), table, tiles, shape, geometry.scale, tuple(spans))
+    return Step(query, staged, to_pages(slots), table, tiles, shape, geometry.scale, tuple(spans), extras)
 
 
-@functools.partial(jax.jit, static_argnames=("tile_size", "scale"))
-def _attention(query, staged, pages, block_table, tiles, *, tile_size, scale):
-    return paged_attention(query, staged, pages, block_table, tiles, tile_size=tile_size, scale=scale)
+@functools.partial(jax.jit, static_argnames=("tile_size", "scale", "window", "softcap"))
+def _attention(query, staged, pages, block_table, tiles, sinks, **static):
+    return paged_attention(query, staged, pages, block_table, tiles, sinks=sinks, **static)
 
 
 def attend(step: Step) -> list[np.ndarray]:
     """Each row's output, dtype[count, num_heads, head_dim]."""
+    sinks = step.extras.sinks
     out = _attention(
         step.query,
         step.staged,
         step.pages,
         step.block_table,
         step.tiles,
+        None if sinks is None else np.array(sinks, np.float32),
         tile_size=step.shape.tile_size,
         scale=step.scale,
+        window=step.extras.window,
+        softcap=step.extras.softcap,
     )
     out = np.array(out, copy=True)
     return [out[span] for span in step.spans]
