@@ -260,7 +260,11 @@ def _forward(
     pages_of = {spec.layer: layer_pages for spec, layer_pages in zip(decoder.layers, pages, strict=True)}
 
     def attention(
-        spec: onnx_import.AttentionSpec, query: jax.Array, key: jax.Array, value: jax.Array
+        spec: onnx_import.AttentionSpec,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         staged = jnp.stack([key, value], axis=1).astype(spec.kv_dtype)
         output = paged_attention(
@@ -271,6 +275,9 @@ def _forward(
             batch.tiles,
             tile_size=tile_size,
             scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=sinks,
         )
         return output, staged
 

@@ -128,7 +128,11 @@ def _dry_run(plan: Plan, folder: ModelFolder) -> tuple[tuple[AttentionSpec, ...]
     specs: dict[int, AttentionSpec] = {}
 
     def attention(
-        spec: AttentionSpec, query: jax.Array, key: jax.Array, value: jax.Array
+        spec: AttentionSpec,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, None]:
         specs[spec.layer] = spec
         return query, None

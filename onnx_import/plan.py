@@ -141,9 +141,9 @@ def _attention_layers(
     layers: dict[str, int] = {}
     for node in live:
         operator = operators[node.outputs[0]]
-        if operator is None or not operator.is_attention:
+        if operator is None or operator.key_cache is None:
             continue
-        match = pattern.fullmatch(node.inputs[3]) if len(node.inputs) > 3 else None
+        match = pattern.fullmatch("".join(node.inputs[operator.key_cache :][:1]))
         if match is None:
             problems.append(f"{node.label} reads no cache named like {manifest.past_key!r}")
         elif int(match[1]) in layers.values():

@@ -10,7 +10,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One causal attention layer. `scale` multiplies query-key products; `kv_dtype` is float32 or float16."""
+    """One causal attention layer.
+
+    `scale` multiplies query-key products, `kv_dtype` is the type of query, key and value. With a `window` W the query
+    at position p sees the keys at max(0, p - W + 1) .. p, without one all up to p. With a `softcap` c the scaled
+    product s becomes c * tanh(s / c).
+    """
 
     layer: int
     num_heads: int
@@ -18,18 +23,27 @@ class AttentionSpec:
     head_dim: int
     scale: float
     kv_dtype: np.dtype
+    window: int | None = None
+    softcap: float | None = None
 
 
 class Attention(Protocol):
     """Supplied by the caller of `Decoder.apply`; it owns the past, the masking and the storage of keys."""
 
     def __call__(
-        self, spec: AttentionSpec, query: jax.Array, key: jax.Array, value: jax.Array
+        self,
+        spec: AttentionSpec,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         """Attend with this step's tokens, rotary embedding already applied.
 
         query is [tokens, num_heads, head_dim], key and value [tokens, num_kv_heads, head_dim], in `kv_dtype`.
-        Returns the output, shaped and typed like query, and any pytree to hand back to the caller.
+        sinks is float[num_heads], passed by layers that have them: logits that take part in each head's softmax,
+        uncapped, and bring no value. Returns the output, shaped and typed like query, and any pytree to hand back
+        to the caller.
         """
         ...
 

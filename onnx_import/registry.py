@@ -109,8 +109,8 @@ class Operator:
 
     `check` yields problems beyond the declarations; `weights` plans the WEIGHT inputs, by input name (inputs it
     leaves out are consumed by another's plan); `outputs` are the outputs that `run` can fill, `caches` those after
-    them that belong to the caller; `state` is the index of the input that names a fixed state; `batched` operators
-    want a batch axis in front of the tokens.
+    them that belong to the caller; `key_cache` is the index of the input that names an attention's keys, `state` of the
+    one that names a fixed state; `batched` operators want a batch axis in front of the tokens.
     """
 
     domain: str
@@ -121,6 +121,7 @@ class Operator:
     run: Run
     outputs: tuple[int, ...] = (0,)
     caches: tuple[int, ...] = ()
+    key_cache: int | None = None
     state: int | None = None
     batched: bool = False
     weights: Callable[[Call, Mapping[str, Tensor], str], Mapping[str, WeightPlan]] | None = None
@@ -129,12 +130,12 @@ class Operator:
     @property
     def is_attention(self) -> bool:
         """True for operators that call the attention protocol."""
-        return bool(self.caches) and self.state is None
+        return self.key_cache is not None
 
     @property
     def looks_back(self) -> bool:
         """True for operators whose result at a token depends on earlier tokens."""
-        return bool(self.caches)
+        return self.key_cache is not None or self.state is not None
 
 
 class Registry:

@@ -1,13 +1,15 @@
 """Attention operators: they split heads, rotate, and hand over to the caller's attention.
 
 GroupQueryAttention and PagedAttention differ only in how they name the past, which the caller owns, so its
-inputs (caches, lengths, block tables) are never read and the sub-graph that computes them falls away.
+inputs (caches, lengths, block tables) are never read and the sub-graph that computes them falls away. That holds for
+a windowed cache (sliding_window_cache, block_table_windowed) too: what it no longer holds, no query sees.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from onnx_import.graph import Tensor
@@ -15,6 +17,9 @@ from onnx_import.ops.embedding import rotate
 from onnx_import.ops.norm import rms_norm
 from onnx_import.protocols import AttentionSpec
 from onnx_import.registry import INTEGERS, Arguments, Attribute, Call, Environment, Input, Operator, Role
+
+_NO_LIMIT = 2**31 - 1
+"""Positions are 32-bit integers, so a longer window hides nothing."""
 
 
 def _heads(call: Call, args: Arguments) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -34,42 +39,93 @@ def _heads(call: Call, args: Arguments) -> tuple[jax.Array, jax.Array, jax.Array
     )
 
 
-def _run(call: Call, args: Arguments, env: Environment) -> tuple[jax.Array | None, ...]:
-    query, key, value = _heads(call, args)
-    if args["q_norm_weight"] is not None:
-        query = rms_norm(query, args["q_norm_weight"], call.attributes["qk_norm_epsilon"])
-        key = rms_norm(key, args["k_norm_weight"], call.attributes["qk_norm_epsilon"])
-    if call.attributes["do_rotary"]:
-        positions = args.get("position_ids")
-        positions = env.positions if positions is None else positions.reshape(-1)
-        interleaved = bool(call.attributes["rotary_interleaved"])
-        query, key = (
-            rotate(x, positions, args["cos_cache"], args["sin_cache"], interleaved=interleaved)
-            for x in (query, key)
-        )
+def attend(
+    call: Call,
+    env: Environment,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Hand heads [tokens, heads, head_dim] to the caller's attention; a scale of 0 means 1 / sqrt(head_dim).
+
+    Returns its output as [tokens, num_heads * head_dim] and keeps what it staged for the call's layer.
+    """
     spec = AttentionSpec(
         layer=call.layer,
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=query.shape[2],
-        scale=call.attributes["scale"] or 1 / math.sqrt(query.shape[2]),
+        scale=scale or 1 / math.sqrt(query.shape[2]),
         kv_dtype=np.dtype(key.dtype),
+        window=window,
+        softcap=softcap,
     )
-    output, env.staged[call.layer] = env.attention(spec, query, key, value)
-    shape = *args["query"].shape[:-1], query.shape[1] * query.shape[2]
-    return output.reshape(shape), None, None
+    # An attention of layers without sinks needs no parameter for them.
+    extra = () if sinks is None else (sinks,)
+    output, env.staged[call.layer] = env.attention(spec, query, key, value, *extra)
+    return output.reshape(query.shape[0], -1)
+
+
+def _run(call: Call, args: Arguments, env: Environment) -> tuple[jax.Array | None, ...]:
+    query, key, value = _heads(call, args)
+    attributes = call.attributes
+    if args["q_norm_weight"] is not None:
+        shared = attributes["qk_norm_epsilon"]
+        query = rms_norm(query, args["q_norm_weight"], attributes.get("q_norm_epsilon") or shared)
+        key = rms_norm(key, args["k_norm_weight"], attributes.get("k_norm_epsilon") or shared)
+    if attributes["do_rotary"]:
+        positions = args.get("position_ids")
+        positions = env.positions if positions is None else positions.reshape(-1)
+        interleaved = bool(attributes["rotary_interleaved"])
+        query, key = (
+            rotate(x, positions, args["cos_cache"], args["sin_cache"], interleaved=interleaved)
+            for x in (query, key)
+        )
+    sinks = args["head_sink"]
+    if sinks is None and attributes.get("smooth_softmax") == 1:
+        sinks = jnp.zeros(query.shape[1], jnp.float32)
+    window = attributes["local_window_size"]
+    output = attend(
+        call,
+        env,
+        query,
+        key,
+        value,
+        scale=attributes["scale"],
+        window=None if window == -1 else min(window, _NO_LIMIT),
+        softcap=attributes["softcap"] or None,
+        sinks=sinks,
+    )
+    return output.reshape(*args["query"].shape[:-1], -1), None, None
 
 
 def _check(call: Call, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    attributes = call.attributes
     inputs = dict(zip(_names(call), call.node.inputs, strict=False))
-    num_heads, num_kv_heads = call.attributes["num_heads"], call.attributes["kv_num_heads"]
+    num_heads, num_kv_heads, window = (
+        attributes[name] for name in ("num_heads", "kv_num_heads", "local_window_size")
+    )
     if num_kv_heads < 1 or num_heads % num_kv_heads:
         yield f"{call.node.label} has {num_heads} query heads, no multiple of its {num_kv_heads} key heads"
     for pair in (("key", "value"), ("cos_cache", "sin_cache"), ("q_norm_weight", "k_norm_weight")):
         if bool(inputs.get(pair[0])) != bool(inputs.get(pair[1])):
             yield f"{call.node.label} has only one of the inputs {pair[0]!r} and {pair[1]!r}"
-    if call.attributes["do_rotary"] and not inputs.get("cos_cache"):
+    if attributes["do_rotary"] and not inputs.get("cos_cache"):
         yield f"{call.node.label} has do_rotary=1 and no 'cos_cache'"
+    if window != -1 and window < 1:
+        yield f"{call.node.label} has local_window_size={window}, which is neither -1 nor a number of keys"
+    if attributes.get("sliding_window_cache") and window == -1:
+        yield f"{call.node.label} has sliding_window_cache=1 and no 'local_window_size'"
+    if attributes["softcap"] < 0:
+        yield f"{call.node.label} has softcap={attributes['softcap']}, which isn't supported"
+    sinks = tensors.get("head_sink")
+    if sinks is not None and sinks.shape != (num_heads,):
+        yield f"{call.node.label} has a 'head_sink' of shape {sinks.shape} for its {num_heads} heads"
 
 
 def _names(call: Call) -> tuple[str, ...]:
@@ -95,7 +151,9 @@ _GROUPED_INPUTS = (
     *_unread("past_key", "past_value", "seqlens_k", "total_sequence_length"),
     *_optional("cos_cache", "sin_cache"),
     Input("position_ids", optional=True, dtypes=INTEGERS),
-    *_refused("attention_bias", "head_sink", "k_scale", "v_scale"),
+    *_refused("attention_bias"),
+    *_optional("head_sink"),
+    *_refused("k_scale", "v_scale"),
     *_optional("q_norm_weight", "k_norm_weight"),
     *_refused("query_seqlens"),
 )
@@ -104,8 +162,8 @@ _PAGED_INPUTS = (
     *_optional("key", "value"),
     *_unread("key_cache", "value_cache", "cumulative_sequence_length", "past_seqlens", "block_table"),
     *_optional("cos_cache", "sin_cache"),
-    *_refused("slot_mapping", "head_sink"),
-    *_optional("q_norm_weight", "k_norm_weight"),
+    *_refused("slot_mapping"),
+    *_optional("head_sink", "q_norm_weight", "k_norm_weight"),
     *_refused("k_scale", "v_scale"),
     *_unread("attention_metadata"),
 )
@@ -116,8 +174,8 @@ _SHARED_ATTRIBUTES = {
     "do_rotary": Attribute(0, only=(0, 1)),
     "rotary_interleaved": Attribute(0, only=(0, 1)),
     "qk_norm_epsilon": Attribute(1e-6),
-    "local_window_size": Attribute(-1, only=(-1,)),
-    "softcap": Attribute(0.0, only=(0.0,)),
+    "local_window_size": Attribute(-1),
+    "softcap": Attribute(0.0),
     "k_quant_type": Attribute("NONE", only=("NONE",)),
     "v_quant_type": Attribute("NONE", only=("NONE",)),
 }
@@ -126,8 +184,10 @@ _GROUPED_ATTRIBUTES = {
     "causal": Attribute(1, only=(1,)),
     "kv_cache_bit_width": Attribute(0, only=(0,)),
     "qk_output": Attribute(0, only=(0,)),
-    "sliding_window_cache": Attribute(0, only=(0,)),
-    "smooth_softmax": Attribute(-1, only=(-1, 0)),
+    "q_norm_epsilon": Attribute(None),
+    "k_norm_epsilon": Attribute(None),
+    "sliding_window_cache": Attribute(0, only=(0, 1)),
+    "smooth_softmax": Attribute(-1, only=(-1, 0, 1)),
 }
 _PAGED_ATTRIBUTES = {
     **_SHARED_ATTRIBUTES,
@@ -140,7 +200,7 @@ _PAGED_ATTRIBUTES = {
 }
 
 OPERATORS = tuple(
-    Operator("com.microsoft", name, 1, inputs, attributes, _run, caches=(1, 2), check=_check)
+    Operator("com.microsoft", name, 1, inputs, attributes, _run, caches=(1, 2), key_cache=3, check=_check)
     for name, inputs, attributes in (
         ("GroupQueryAttention", _GROUPED_INPUTS, _GROUPED_ATTRIBUTES),
         ("PagedAttention", _PAGED_INPUTS, _PAGED_ATTRIBUTES),

@@ -21,6 +21,8 @@ from tests.jaxengine.serving import differences, serve
 from tests.pallas_kernels.ragged import HOLES
 
 VOCAB = 64
+CROWDED = je.EngineConfig(max_batch_size=4, num_blocks=90, block_size=7, max_scheduled_tokens=16)
+ALONE = dataclasses.replace(CROWDED, max_scheduled_tokens=256)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,11 +40,14 @@ class TableDecoder:
             params[name][tokens % VOCAB] * params["position"][positions][:, None, None]
             for name in ("query", "key", "value")
         )
-        output, staged = attention(self.layers[0], query, key, value)
+        output, staged = attention(self.layers[0], query, key, value, params.get("sinks"))
         return output[logits_rows].reshape(len(logits_rows), -1), (staged,)
 
 
-def table_model(group: int, num_kv_heads: int, head_dim: int) -> je.Model:
+def table_model(
+    group: int, num_kv_heads: int, head_dim: int, *, sinks: bool = False, **extras: Any
+) -> je.Model:
+    """A model of one attention layer; `extras` are fields of its spec."""
     rng = np.random.default_rng(5)
     heads = {"query": group * num_kv_heads, "key": num_kv_heads, "value": num_kv_heads}
     params = {
@@ -50,7 +55,10 @@ def table_model(group: int, num_kv_heads: int, head_dim: int) -> je.Model:
         for name, count in heads.items()
     }
     params["position"] = jnp.array(rng.uniform(0.5, 1.5, 512).astype(np.float32))
-    spec = AttentionSpec(0, heads["query"], num_kv_heads, head_dim, head_dim**-0.5, np.dtype(np.float32))
+    if sinks:
+        params["sinks"] = jnp.array(rng.normal(0, 3, heads["query"]).astype(np.float32))
+    kind = np.dtype(np.float32)
+    spec = AttentionSpec(0, heads["query"], num_kv_heads, head_dim, head_dim**-0.5, kind, **extras)
     width = heads["query"] * head_dim
     decoder = TableDecoder((spec,), width, params)
     config = FolderConfig(
@@ -72,14 +80,28 @@ def table_model(group: int, num_kv_heads: int, head_dim: int) -> je.Model:
     [(1, 1, 64), (1, 2, 80), (2, 1, 32), (2, 1, 256), (3, 1, 64), (4, 2, 16), (7, 1, 64)],
 )
 def test_E6_logits_are_those_of_the_request_alone_for_every_grouping(group, num_kv_heads, head_dim):
-    model = table_model(group, num_kv_heads, head_dim)
-    crowded = je.EngineConfig(max_batch_size=4, num_blocks=90, block_size=7, max_scheduled_tokens=16)
-    rng = np.random.default_rng(group)
+    compare_with_alone(table_model(group, num_kv_heads, head_dim), group)
+
+
+@pytest.mark.parametrize(
+    "extras", [{"window": 5}, {"window": 130, "softcap": 2.0, "sinks": True}], ids=["window", "all"]
+)
+def test_E6_J5_case_C5_windowed_layers_keep_a_requests_bits(extras):
+    """Chunks of 16 in blocks of 7, prefill beside decode: a windowed layer's walk begins elsewhere in every step."""
+    model = table_model(3, 1, 64, **extras)
+    compare_with_alone(model, 3)
+    plain = serve(table_model(3, 1, 64), ALONE, [np.arange(140) % VOCAB], most=1)
+    windowed = serve(model, ALONE, [np.arange(140) % VOCAB], most=1)
+    assert differences(plain, windowed)
+
+
+def compare_with_alone(model: je.Model, seed: int) -> None:
+    """Serves four prompts together and fails where a bit differs from the prompt served alone in one chunk."""
+    rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCAB, length) for length in (1, 3, 14, 250)]
-    together = serve(model, crowded, prompts, most=8, arrivals=[9, 0, 4, 2])
-    whole = dataclasses.replace(crowded, max_scheduled_tokens=256)
+    together = serve(model, CROWDED, prompts, most=8, arrivals=[9, 0, 4, 2])
     for i, prompt in enumerate(prompts):
-        alone = serve(model, whole, [prompt], most=8)
+        alone = serve(model, ALONE, [prompt], most=8)
         mine = {(0, length): row for (nth, length), row in together.logits.items() if nth == i}
         found = differences(dataclasses.replace(together, logits=mine), alone)
         assert not found, "; ".join(found)

@@ -22,15 +22,26 @@ def model(form: str, family: str = "llama") -> Path:
 
 
 def dense_attention(
-    spec: onnx_import.AttentionSpec, query: jax.Array, key: jax.Array, value: jax.Array
+    spec: onnx_import.AttentionSpec,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """Causal attention over the step's own tokens, taken as one sequence from position 0, in float32."""
     group = spec.num_heads // spec.num_kv_heads
     queries, keys, values = (x.astype(jnp.float32) for x in (query, key, value))
     keys, values = (jnp.repeat(x, group, axis=1) for x in (keys, values))
     scores = jnp.einsum("qhd,khd->hqk", queries, keys) * spec.scale
-    causal = jnp.tril(jnp.ones(scores.shape[1:], bool))
-    weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf), axis=-1)
+    if spec.softcap is not None:
+        scores = spec.softcap * jnp.tanh(scores / spec.softcap)
+    tokens = jnp.arange(len(query))
+    distance = tokens[:, None] - tokens
+    seen = (distance >= 0) & (distance < (len(query) if spec.window is None else spec.window))
+    logit = jnp.full(spec.num_heads, -jnp.inf) if sinks is None else sinks.astype(jnp.float32)
+    logit = jnp.broadcast_to(logit[:, None, None], (*scores.shape[:2], 1))
+    scores = jnp.concatenate([jnp.where(seen, scores, -jnp.inf), logit], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :-1]
     return jnp.einsum("hqk,khd->qhd", weights, values).astype(query.dtype), (key, value)
 
 
@@ -57,18 +68,25 @@ def run_node(
     node: onnx.NodeProto, feed: dict[str, np.ndarray], constants: dict[str, np.ndarray]
 ) -> np.ndarray:
     """ONNX Runtime's first output of a graph of one node."""
+    return run_node_outputs(node, feed, constants)[0]
+
+
+def run_node_outputs(
+    node: onnx.NodeProto, feed: dict[str, np.ndarray], constants: dict[str, np.ndarray]
+) -> list[np.ndarray]:
+    """ONNX Runtime's outputs of a graph of one node."""
     kinds = {name: onnx.helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in feed.items()}
     graph = onnx.helper.make_graph(
         [node],
         "one",
         [onnx.helper.make_tensor_value_info(name, kinds[name], list(feed[name].shape)) for name in feed],
-        [onnx.helper.make_tensor_value_info(node.output[0], onnx.TensorProto.FLOAT, None)],
+        [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in node.output],
         [onnx.numpy_helper.from_array(array, name) for name, array in constants.items()],
     )
     opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
     proto = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
     session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
-    return session.run(None, feed)[0]
+    return session.run(None, feed)
 
 
 def edited(source: Path, target: Path, edit: Callable[[onnx.ModelProto], None]) -> Path:

@@ -42,10 +42,14 @@ def test_case_C19_two_unknown_operators_are_both_listed(tmp_path: Path) -> None:
     ("op_type", "name", "value"),
     [
         ("GroupQueryAttention", "novelty", 1),
-        ("GroupQueryAttention", "softcap", 50.0),
-        ("GroupQueryAttention", "local_window_size", 4),
+        ("GroupQueryAttention", "softcap", -1.0),
+        ("GroupQueryAttention", "local_window_size", 0),
+        ("GroupQueryAttention", "local_window_size", -2),
         ("GroupQueryAttention", "sliding_window_cache", 1),
-        ("GroupQueryAttention", "smooth_softmax", 1),
+        ("GroupQueryAttention", "smooth_softmax", 2),
+        ("GroupQueryAttention", "causal", 0),
+        ("GroupQueryAttention", "qk_output", 1),
+        ("GroupQueryAttention", "kv_cache_bit_width", 4),
         ("GroupQueryAttention", "k_quant_type", "PER_TENSOR"),
         ("SimplifiedLayerNormalization", "axis", 0),
         ("MatMul", "novelty", 0),
@@ -66,7 +70,9 @@ def test_case_C14_attributes_are_honoured_or_refused_by_name(
     assert name in problem
 
 
-@pytest.mark.parametrize(("index", "name"), [(10, "attention_bias"), (11, "head_sink"), (12, "k_scale")])
+@pytest.mark.parametrize(
+    ("index", "name"), [(10, "attention_bias"), (11, "head_sink"), (12, "k_scale"), (16, "query_seqlens")]
+)
 def test_case_C14_optional_inputs_are_refused_by_name(tmp_path: Path, index: int, name: str) -> None:
     def change(proto: onnx.ModelProto) -> None:
         node = node_of(proto, "GroupQueryAttention")
