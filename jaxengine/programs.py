@@ -63,6 +63,7 @@ class Decoder(Protocol):
         attention: onnx_import.Attention,
         logits_rows: jax.Array,
         fixed: onnx_import.FixedState | None,
+        limits: jax.Array,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Returns float32 logits[rows, vocab] and what the callables handed back; traced under jit.
 
@@ -94,6 +95,7 @@ class StepBatch(NamedTuple):
     Attributes:
         tokens: int32[tokens].
         positions: int32[tokens], absolute.
+        limits: int32[tokens], the limit of each token's session.
         logits_rows: int32[rows], packed index of each row's last token.
         tiles: The attention tiles.
         states: How rows meet their fixed states.
@@ -102,6 +104,7 @@ class StepBatch(NamedTuple):
 
     tokens: np.ndarray
     positions: np.ndarray
+    limits: np.ndarray
     logits_rows: np.ndarray
     tiles: QueryTiles
     states: StateRows
@@ -179,6 +182,7 @@ def pack(control: Control, plan: StepPlan, bucket: Bucket) -> StepBatch:
     return StepBatch(
         tokens=_padded(tokens, bucket.tokens),
         positions=_padded((plan.past[token_row] + local).astype(np.int32), bucket.tokens),
+        limits=_padded(requests.max_session[plan.index][token_row].astype(np.int32), bucket.tokens),
         logits_rows=_padded((plan.offsets + plan.num_tokens - 1).astype(np.int32), bucket.rows),
         tiles=make_query_tiles(
             plan.places,
@@ -290,6 +294,7 @@ def _forward(
         attention,
         jnp.asarray(batch.logits_rows),
         states,
+        jnp.asarray(batch.limits),
     )
     usable = jnp.isfinite(logits.max(axis=-1))
     layers = len(decoder.layers)

@@ -88,6 +88,7 @@ class ToyDecoder:
         attention: Attention,
         logits_rows: jax.Array,
         fixed: FixedState | None = None,
+        limits: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Returns logits float32[rows, VOCAB] and what the callables handed back.
 

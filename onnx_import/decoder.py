@@ -43,16 +43,20 @@ class Decoder:
         attention: Attention,
         logits_rows: jax.Array,
         fixed: FixedState | None = None,
+        limits: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Run tokens int32 [T] at positions int32 [T], all packed in one row; pure, to be traced under jit.
 
-        `fixed` may be left out where the decoder has no fixed state. Returns float32 logits [R, vocab] of the tokens
-        named by logits_rows int32 [R], and what the callables handed back: an entry a layer, then one a fixed state. A
-        token's logits have the same bits whatever T, R and the other tokens are, for T and R of at least 2 and
-        callables of which that is true. Token ids past the embedding, positions past the rotary cache and rows past T
-        give NaN.
+        `fixed` may be left out where the decoder has no fixed state. `limits` int32 [T], which may be left out where it
+        has one rotary table, says how many tokens each token's sequence may come to hold, the same at each of its
+        tokens; a table for short or for long sequences is chosen by it.
+
+        Returns float32 logits [R, vocab] of the tokens named by logits_rows int32 [R], and what the callables handed
+        back: an entry a layer, then one a fixed state. A token's logits have the same bits whatever T, R and the other
+        tokens are, for T and R of at least 2 and callables of which that is true. Token ids past the embedding,
+        positions past the rotary cache and rows past T give NaN.
         """
-        env = Environment(positions, attention, fixed)
+        env = Environment(positions, attention, fixed, limits)
         logits = run_plan(self.plan, params, tokens, env, logits_rows)
         by_layer = [env.staged[spec.layer] for spec in self.layers]
         return logits, (*by_layer, *(env.staged_fixed[spec.name] for spec in self.fixed))
@@ -138,7 +142,7 @@ def _dry_run(plan: Plan, folder: ModelFolder) -> tuple[tuple[AttentionSpec, ...]
         return query, None
 
     def run(params: Any, tokens: jax.Array, rows: jax.Array) -> jax.Array:
-        return run_plan(plan, params, tokens, Environment(tokens, attention, _ShapesOnly()), rows)
+        return run_plan(plan, params, tokens, Environment(tokens, attention, _ShapesOnly(), tokens), rows)
 
     tokens, rows = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (5, 3))
     structs = {key: weight.struct for key, weight in plan.weights.items()}
@@ -176,7 +180,7 @@ def _check_widths(
             f"its logits are {logits[1]} wide, below the configuration's vocabulary of {config.vocab_size}"
         )
     for planned in plan.head:
-        key = planned.params.get("cos_cache")
+        key = planned.params.get("cos_cache") or planned.params.get("first_long")
         if key is not None and np.shape(plan.weights[key].struct)[0] < config.context_length:
             problems.append(
                 f"{planned.call.node.label} has a rotary cache of {np.shape(plan.weights[key].struct)[0]} positions, "

@@ -186,6 +186,14 @@ def _constant(node: Node) -> Tensor | None:
     return None
 
 
+def constant_outputs(graph: onnx.GraphProto) -> tuple[Tensor, ...]:
+    """The outputs of a sub-graph, such as a branch of `If`, where all are constants; else nothing."""
+    found = {proto.name: _tensor(proto.name, proto) for proto in graph.initializer}
+    found.update((proto.output[0], constant) for proto in graph.node if (constant := _constant(_node(proto))))
+    outputs = [value.name for value in graph.output]
+    return tuple(found[name] for name in outputs) if found.keys() >= set(outputs) else ()
+
+
 def _reshaped(node: Node, tensors: Mapping[str, Tensor]) -> Tensor | None:
     if node.op_type != "Reshape" or node.domain or not all(name in tensors for name in node.inputs):
         return None

@@ -89,12 +89,14 @@ class Call:
 class Environment:
     """What a step gives to operators besides their inputs.
 
+    `limits` int32 [tokens] is how many tokens each token's sequence may come to hold, or None where nobody said.
     `staged` and `staged_fixed` collect what the callables hand back, by attention layer and by fixed state's name.
     """
 
     positions: jax.Array
     attention: Attention
     fixed: FixedState | None = None
+    limits: jax.Array | None = None
     staged: dict[int, Any] = field(default_factory=dict)
     staged_fixed: dict[str, Any] = field(default_factory=dict)
 

@@ -5,27 +5,40 @@ Formula of com.microsoft RotaryEmbedding: with c, s the position's rows of the c
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from onnx_import import length_choice
 from onnx_import.graph import Tensor
 from onnx_import.registry import INTEGERS, Arguments, Attribute, Call, Environment, Input, Operator
 
 
+class TableByLength(NamedTuple):
+    """Two rotary tables [positions, width / 2] and bool[tokens], true for the tokens that take the long one."""
+
+    long: jax.Array
+    short: jax.Array
+    takes_long: jax.Array
+
+
 def rotate(
-    x: jax.Array, positions: jax.Array, cos_cache: jax.Array, sin_cache: jax.Array, *, interleaved: bool
+    x: jax.Array,
+    positions: jax.Array,
+    cos_cache: jax.Array | TableByLength,
+    sin_cache: jax.Array | TableByLength,
+    *,
+    interleaved: bool,
 ) -> jax.Array:
     """Rotate x [tokens, heads, head_dim] by positions [tokens] with caches [positions, width / 2].
 
     Only the first `width` of head_dim is rotated. Computed in float32, returned in x's dtype.
     """
-    # `fill` turns a position past the cache into NaN, which is noticed, where the default would clamp.
     cos, sin = (
-        jnp.take(cache, positions, axis=0, mode="fill")[:, None, :].astype(jnp.float32)
-        for cache in (cos_cache, sin_cache)
+        _look_up(cache, positions)[:, None, :].astype(jnp.float32) for cache in (cos_cache, sin_cache)
     )
-    half = cos_cache.shape[-1]
+    half = cos.shape[-1]
     turned, kept = x[..., : 2 * half].astype(jnp.float32), x[..., 2 * half :]
     if interleaved:
         first, second = turned[..., 0::2], turned[..., 1::2]
@@ -37,6 +50,40 @@ def rotate(
     else:
         turned = jnp.concatenate(pair, axis=-1)
     return jnp.concatenate((turned.astype(x.dtype), kept), axis=-1)
+
+
+def _look_up(cache: jax.Array | TableByLength, positions: jax.Array) -> jax.Array:
+    if isinstance(cache, TableByLength):
+        long, short = (_look_up(table, positions) for table in (cache.long, cache.short))
+        return jnp.where(cache.takes_long[:, None], long, short)
+    # `fill` turns a position past the cache into NaN, which is noticed, where the default would clamp.
+    return jnp.take(cache, positions, axis=0, mode="fill")
+
+
+def _choose(call: Call, args: Arguments, env: Environment) -> tuple[Any, ...]:
+    """Choose for each token by its sequence's limit.
+
+    The definition takes the long factors once a sequence holds more than `threshold` tokens. Its first keys are long
+    rotated and stored by then, so a sequence that may come to hold more takes them from its first token on, and a
+    choice depends on nothing but the token's own sequence.
+    """
+    if env.limits is None:
+        raise ValueError("the graph chooses rotary tables by length, so `limits` must be given")
+    takes_long = env.limits > call.attributes["threshold"]
+    tables = [args[rule.name] for rule in _TABLES[: len(call.node.inputs)]]
+    return tuple(
+        TableByLength(long, short, takes_long) for long, short in zip(tables[::2], tables[1::2], strict=True)
+    )
+
+
+def _check_choice(call: Call, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    threshold = call.attributes["threshold"]
+    for long, short in zip(*[iter(tensors.values())] * 2, strict=True):
+        if len(long.shape) != 2 or long.shape[1:] != short.shape[1:] or short.shape[0] < threshold:
+            yield (
+                f"{call.node.label} chooses at {threshold} tokens between tables of shape "
+                f"{long.shape} and {short.shape}, which isn't supported"
+            )
 
 
 def _run(call: Call, args: Arguments, env: Environment) -> tuple[jax.Array]:
@@ -59,7 +106,23 @@ def _check(call: Call, tensors: Mapping[str, Tensor]) -> Iterator[str]:
         yield f"{call.node.label} has rotary_embedding_dim={width}, but cos_cache holds {2 * cache.shape[-1]}"
 
 
+_TABLES = tuple(
+    Input(f"{name}_{kind}", optional=name == "second")
+    for name in ("first", "second")
+    for kind in ("long", "short")
+)
+
 OPERATORS = (
+    Operator(
+        length_choice.DOMAIN,
+        length_choice.OP_TYPE,
+        1,
+        _TABLES,
+        {"threshold": Attribute()},
+        _choose,
+        outputs=(0, 1),
+        check=_check_choice,
+    ),
     Operator(
         "com.microsoft",
         "RotaryEmbedding",

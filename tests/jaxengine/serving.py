@@ -36,11 +36,12 @@ def serve(
     arrivals: Sequence[int] | None = None,
     sampling: Sequence[je.SamplingParams] | None = None,
     dropped: frozenset[int] = frozenset(),
+    sessions: Sequence[int] | None = None,
 ) -> Served:
     """Runs all prompts to the end of one turn of at most `most` tokens.
 
-    Prompt i arrives at step `arrivals[i]`; steps in `dropped` are executed twice, the first time in vain. A request is
-    closed when it finishes, and invariants are checked after every step.
+    Prompt i arrives at step `arrivals[i]`, its request limited to `sessions[i]` tokens; steps in `dropped` are executed
+    twice, the first time in vain. A request is closed when it finishes, and invariants are checked after every step.
     """
     state = je.init_state(model, config)
     waiting = dict(enumerate([0] * len(prompts) if arrivals is None else arrivals))
@@ -51,7 +52,9 @@ def serve(
     while True:
         for i in [i for i, arrival in waiting.items() if arrival <= clock]:
             chosen = je.SamplingParams(temperature=0.0) if sampling is None else sampling[i]
-            state, request_id = je.create_request(state, je.RequestOptions(sampling=chosen))
+            limit = None if sessions is None else sessions[i]
+            options = je.RequestOptions(sampling=chosen, max_session_tokens=limit)
+            state, request_id = je.create_request(state, options)
             state, _ = je.begin_turn(state, request_id, prompts[i], je.TurnOptions(max_generated_tokens=most))
             nth[request_id] = i
             del waiting[i]

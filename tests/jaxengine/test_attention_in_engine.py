@@ -35,7 +35,7 @@ class TableDecoder:
     identity: str = "table"
     fixed: tuple[()] = ()
 
-    def apply(self, params, tokens, positions, attention, logits_rows, fixed):
+    def apply(self, params, tokens, positions, attention, logits_rows, fixed, limits):
         query, key, value = (
             params[name][tokens % VOCAB] * params["position"][positions][:, None, None]
             for name in ("query", "key", "value")

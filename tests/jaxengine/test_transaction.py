@@ -435,7 +435,7 @@ def four_layers() -> je.Model:
 
     @dataclasses.dataclass(frozen=True, eq=False)
     class Layered(ToyDecoder):
-        def apply(self, params, tokens, positions, attention, logits_rows, fixed):
+        def apply(self, params, tokens, positions, attention, logits_rows, fixed, limits):
             results = [
                 ToyDecoder((spec,), (), self.vocab_size, params, "").apply(
                     params, tokens, positions, attention, logits_rows
