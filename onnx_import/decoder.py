@@ -149,7 +149,9 @@ def _dry_run(plan: Plan, folder: ModelFolder) -> tuple[tuple[AttentionSpec, ...]
     try:
         logits = jax.eval_shape(run, structs, tokens, rows)
     except (TypeError, ValueError) as error:
-        where = " ".join(getattr(error, "__notes__", ()))
+        # JAX adds notes of its own.
+        notes = getattr(error, "__notes__", ())
+        where = next((note for note in notes if note.startswith("while running")), "while running the graph")
         raise UnsupportedGraph(str(folder.graph.file), [f"{where}: {str(error).splitlines()[0]}"]) from None
     layers = tuple(specs[layer] for layer in sorted(specs))
     if problems := list(geometry_problems(folder.manifest, folder.graph, layers)):

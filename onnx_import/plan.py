@@ -121,7 +121,16 @@ def _token_axis(graph: Graph, manifest: DecoderManifest, surveyed: Survey) -> in
 
 
 def _find(graph: Graph, node: Node) -> Operator | None:
-    return REGISTRY.find(node.domain, node.op_type, graph.opsets.get(node.domain, 1))
+    """The node's operator: the one that keeps a cache where the node's cache is an input of the graph."""
+    found = REGISTRY.candidates(node.domain, node.op_type, graph.opsets.get(node.domain, 1))
+    keeping = [op for op in found if op.is_attention and _key_cache(op, node) in graph.inputs]
+    return next(iter(keeping or [op for op in found if not op.is_attention] or found), None)
+
+
+def _key_cache(operator: Operator, node: Node) -> str:
+    """The name of an attention node's key cache, empty where it has none."""
+    index = operator.key_cache
+    return node.inputs[index] if index is not None and index < len(node.inputs) else ""
 
 
 def _manifest_problems(manifest: DecoderManifest) -> Iterator[str]:
@@ -141,9 +150,9 @@ def _attention_layers(
     layers: dict[str, int] = {}
     for node in live:
         operator = operators[node.outputs[0]]
-        if operator is None or operator.key_cache is None:
+        if operator is None or not operator.is_attention:
             continue
-        match = pattern.fullmatch("".join(node.inputs[operator.key_cache :][:1]))
+        match = pattern.fullmatch(_key_cache(operator, node))
         if match is None:
             problems.append(f"{node.label} reads no cache named like {manifest.past_key!r}")
         elif int(match[1]) in layers.values():

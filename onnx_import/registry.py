@@ -150,7 +150,11 @@ class Registry:
 
     def find(self, domain: str, op_type: str, opset: int) -> Operator | None:
         """The newest implementation not above `opset`, or None."""
-        return next((op for op in self._table.get((domain, op_type), ()) if op.since <= opset), None)
+        return next(iter(self.candidates(domain, op_type, opset)), None)
+
+    def candidates(self, domain: str, op_type: str, opset: int) -> list[Operator]:
+        """All implementations not above `opset`, newest first."""
+        return [op for op in self._table.get((domain, op_type), ()) if op.since <= opset]
 
 
 def resolve(

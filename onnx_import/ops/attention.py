@@ -53,8 +53,14 @@ def attend(
 ) -> jax.Array:
     """Hand heads [tokens, heads, head_dim] to the caller's attention; a scale of 0 means 1 / sqrt(head_dim).
 
-    Returns its output as [tokens, num_heads * head_dim] and keeps what it staged for the call's layer.
+    Returns its output as [tokens, num_heads * head_dim] and keeps what it staged for the call's layer. Raises
+    ValueError where the shapes of the heads don't fit.
     """
+    if key.shape != value.shape or query.shape[2] != key.shape[2] or query.shape[1] % key.shape[1]:
+        raise ValueError(
+            f"heads of query, key and value are {query.shape[1:]}, {key.shape[1:]} and {value.shape[1:]}, "
+            "which isn't supported"
+        )
     spec = AttentionSpec(
         layer=call.layer,
         num_heads=query.shape[1],

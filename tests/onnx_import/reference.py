@@ -65,14 +65,14 @@ def runtime_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
 
 
 def run_node(
-    node: onnx.NodeProto, feed: dict[str, np.ndarray], constants: dict[str, np.ndarray]
+    node: onnx.NodeProto, feed: dict[str, np.ndarray], constants: dict[str, np.ndarray], opset: int = 21
 ) -> np.ndarray:
     """ONNX Runtime's first output of a graph of one node."""
-    return run_node_outputs(node, feed, constants)[0]
+    return run_node_outputs(node, feed, constants, opset)[0]
 
 
 def run_node_outputs(
-    node: onnx.NodeProto, feed: dict[str, np.ndarray], constants: dict[str, np.ndarray]
+    node: onnx.NodeProto, feed: dict[str, np.ndarray], constants: dict[str, np.ndarray], opset: int = 21
 ) -> list[np.ndarray]:
     """ONNX Runtime's outputs of a graph of one node."""
     kinds = {name: onnx.helper.np_dtype_to_tensor_dtype(array.dtype) for name, array in feed.items()}
@@ -83,7 +83,7 @@ def run_node_outputs(
         [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in node.output],
         [onnx.numpy_helper.from_array(array, name) for name, array in constants.items()],
     )
-    opsets = [onnx.helper.make_opsetid("", 21), onnx.helper.make_opsetid("com.microsoft", 1)]
+    opsets = [onnx.helper.make_opsetid("", opset), onnx.helper.make_opsetid("com.microsoft", 1)]
     proto = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
     session = onnxruntime.InferenceSession(proto.SerializeToString(), providers=["CPUExecutionProvider"])
     return session.run(None, feed)

@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onnx_import.graph import Node
-from onnx_import.ops import REGISTRY
-from onnx_import.registry import Environment, resolve
+from onnx_import.ops import REGISTRY, onnx_attention
+from onnx_import.registry import Environment, Operator, resolve
 from tests.onnx_import.reference import dense_attention, run_node, run_node_outputs
 
 HEADS, KV_HEADS, HEAD_DIM, POSITIONS = 4, 2, 32, 64
 
 
-def ours(node: onnx.NodeProto, feed: dict[str, np.ndarray]) -> np.ndarray:
+def ours(node: onnx.NodeProto, feed: dict[str, np.ndarray], operator: Operator | None = None) -> np.ndarray:
     """The node's output in the importer, its tokens taken as one sequence from position 0."""
     attributes = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
     parsed = Node(node.domain, node.op_type, "one", tuple(node.input), ("out",), attributes)
-    operator = REGISTRY.find(node.domain, node.op_type, 24)
+    operator = operator or REGISTRY.find(node.domain, node.op_type, 24)
     assert operator is not None
     problems: list[str] = []
     call = resolve(operator, parsed, {}, 0, problems)
@@ -156,3 +156,24 @@ def test_case_C14_a_windowed_cache_only_forgets_what_no_query_sees(capacity: int
         output, *presents = run_node_outputs(node, {**feed, **step, **names}, {})
         names = dict(zip(names, presents, strict=True))
         np.testing.assert_allclose(output[0, 0], whole[position], atol=2e-5)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["rank 3", "rank 4"])
+@pytest.mark.parametrize("kv_heads", [HEADS, KV_HEADS, 1])
+def test_S3_the_standard_attention_equals_the_runtimes_in_both_ranks(split: bool, kv_heads: int) -> None:
+    """S2, S3: heads side by side, or split off in front of the tokens."""
+    random, tokens = np.random.default_rng(kv_heads), 6
+    counts = {"Q": HEADS, "K": kv_heads, "V": kv_heads}
+    feed = {}
+    for name, heads in counts.items():
+        x = random.standard_normal((1, heads, tokens, HEAD_DIM)).astype(np.float32)
+        feed[name] = x if split else x.transpose(0, 2, 1, 3).reshape(1, tokens, -1)
+    past = np.zeros((1, kv_heads, 0, HEAD_DIM), np.float32)
+    feed |= {"past_key": past, "past_value": past}
+    heads_of = {} if split else {"q_num_heads": HEADS, "kv_num_heads": kv_heads}
+    node = onnx.helper.make_node(
+        "Attention", ["Q", "K", "V", "", "past_key", "past_value"], ["out", "present_key", "present_value"],
+        is_causal=1, **heads_of,
+    )  # fmt: skip
+    expected = run_node(node, feed, {}, opset=23)
+    np.testing.assert_allclose(ours(node, feed, onnx_attention.OPERATORS[0]), expected, atol=2e-5)
