@@ -87,21 +87,28 @@ def _check_choice(call: Call, tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 def _run(call: Call, args: Arguments, env: Environment) -> tuple[jax.Array]:
-    x = args["input"]
-    heads = call.attributes["num_heads"]
-    rows = x.reshape(-1, heads, x.shape[-1] // heads)
-    caches = args["cos_cache"], args["sin_cache"]
-    interleaved = bool(call.attributes["interleaved"])
-    turned = rotate(rows, args["position_ids"].reshape(-1), *caches, interleaved=interleaved)
-    return (turned.reshape(x.shape),)
+    x, caches = args["input"], (args["cos_cache"], args["sin_cache"])
+    if x.ndim == 4:
+        rows = x[0].transpose(1, 0, 2)
+    else:
+        # Without a number of heads the cache is as wide as a head.
+        width = x.shape[-1] // (call.attributes["num_heads"] or x.shape[-1] // (2 * _width(caches[0])))
+        rows = x.reshape(-1, x.shape[-1] // width, width)
+    # The three streams of M-RoPE are one for text: each row gives the same angles.
+    positions = args["position_ids"].reshape(-1, rows.shape[0])[0]
+    turned = rotate(rows, positions, *caches, interleaved=bool(call.attributes["interleaved"]))
+    return (turned.transpose(1, 0, 2)[None] if x.ndim == 4 else turned.reshape(x.shape),)
+
+
+def _width(cache: jax.Array | TableByLength) -> int:
+    return cache.long.shape[-1] if isinstance(cache, TableByLength) else cache.shape[-1]
 
 
 def _check(call: Call, tensors: Mapping[str, Tensor]) -> Iterator[str]:
     width = call.attributes["rotary_embedding_dim"]
     cache = tensors.get("cos_cache")
-    if not call.attributes["num_heads"]:
-        # Without it ONNX Runtime takes the cache's width for the head size; a packed row can't tell.
-        yield f"{call.node.label} lacks the attribute 'num_heads'"
+    if width and not call.attributes["num_heads"]:
+        yield f"{call.node.label} has rotary_embedding_dim={width} and lacks the attribute 'num_heads'"
     if width and cache is not None and width != 2 * cache.shape[-1]:
         yield f"{call.node.label} has rotary_embedding_dim={width}, but cos_cache holds {2 * cache.shape[-1]}"
 
@@ -111,6 +118,20 @@ _TABLES = tuple(
     for name in ("first", "second")
     for kind in ("long", "short")
 )
+
+_INPUTS = (
+    Input("input"),
+    Input("position_ids", dtypes=INTEGERS),
+    Input("cos_cache"),
+    Input("sin_cache"),
+)
+_ATTRIBUTES = {
+    "interleaved": Attribute(0, only=(0, 1)),
+    "num_heads": Attribute(0),
+    "rotary_embedding_dim": Attribute(0),
+    "is_packed_batching": Attribute(0, only=(0, 1)),
+    "scale": Attribute(1.0, only=(1.0,)),
+}
 
 OPERATORS = (
     Operator(
@@ -123,18 +144,14 @@ OPERATORS = (
         outputs=(0, 1),
         check=_check_choice,
     ),
+    Operator("com.microsoft", "RotaryEmbedding", 1, _INPUTS, _ATTRIBUTES, _run, check=_check),
     Operator(
         "com.microsoft",
-        "RotaryEmbedding",
+        "MRotaryEmbedding",
         1,
-        (Input("input"), Input("position_ids", dtypes=INTEGERS), Input("cos_cache"), Input("sin_cache")),
-        {
-            "interleaved": Attribute(0, only=(0, 1)),
-            "num_heads": Attribute(0),
-            "rotary_embedding_dim": Attribute(0),
-            "is_packed_batching": Attribute(0, only=(0, 1)),
-            "scale": Attribute(1.0, only=(1.0,)),
-        },
+        _INPUTS,
+        # Which stream fills which part of a row says nothing where all streams are one.
+        {**_ATTRIBUTES, "mrope_section": Attribute(), "mrope_layout": Attribute(0, only=(0, 1))},
         _run,
         check=_check,
     ),

@@ -61,6 +61,8 @@ def runtime_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     for value in session.get_inputs():
         if value.name.startswith("past_key_values"):
             feed[value.name] = np.zeros((1, value.shape[1], 0, head_dim), np.float32)
+        elif value.name == "position_ids":
+            feed[value.name] = np.arange(len(tokens))[None]
     return session.run(["logits"], feed)[0][0]
 
 

@@ -1,6 +1,7 @@
 """S2, S3: rotary embedding and head splitting inside and outside the attention operators."""
 
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import onnx_import
+from onnx_import.graph import Node
+from onnx_import.ops import REGISTRY
 from onnx_import.ops.embedding import rotate
+from onnx_import.registry import Environment, resolve
 from tests.onnx_import.reference import (
     edited,
     logits,
@@ -68,8 +72,8 @@ def implicit_scale(proto: onnx.ModelProto) -> None:
             set_attribute(node, "scale", 0.0)
 
 
-def rotate_outside(proto: onnx.ModelProto) -> None:
-    """qwen3's query and key, rotated by RotaryEmbedding from position_ids instead of inside attention."""
+def rotate_outside(proto: onnx.ModelProto, op_type: str = "RotaryEmbedding", **attributes: Any) -> None:
+    """qwen3's query and key, rotated by an operator from position_ids instead of inside attention."""
     nodes: list[onnx.NodeProto] = []
     for node in proto.graph.node:
         if node.op_type == "GroupQueryAttention":
@@ -77,8 +81,8 @@ def rotate_outside(proto: onnx.ModelProto) -> None:
                 name = f"{node.name}/rotary_{index}"
                 nodes.append(
                     onnx.helper.make_node(
-                        "RotaryEmbedding", [node.input[index], "position_ids", "cos_cache", "sin_cache"],
-                        [name], name=name, domain="com.microsoft", num_heads=heads,
+                        op_type, [node.input[index], "position_ids", "cos_cache", "sin_cache"],
+                        [name], name=name, domain="com.microsoft", **({"num_heads": heads} | attributes),
                     )
                 )  # fmt: skip
                 node.input[index] = name
@@ -87,8 +91,29 @@ def rotate_outside(proto: onnx.ModelProto) -> None:
         nodes.append(node)
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
-    ids = onnx.helper.make_tensor_value_info("position_ids", onnx.TensorProto.INT64, ["b", "s"])
+    shape = ["b", "s"] if op_type == "RotaryEmbedding" else [3, "b", "s"]
+    ids = onnx.helper.make_tensor_value_info("position_ids", onnx.TensorProto.INT64, shape)
     proto.graph.input.append(ids)
+
+
+def without_heads(proto: onnx.ModelProto) -> None:
+    """What exports write where whole heads are rotated: no number of heads, the cache is as wide as one."""
+    rotate_outside(proto, num_heads=0)
+
+
+def by_three_streams(proto: onnx.ModelProto) -> None:
+    """M-RoPE: positions [3, batch, tokens], which are equal for text."""
+    rotate_outside(proto, "MRotaryEmbedding", mrope_section=[4, 2, 2], mrope_layout=1)
+
+
+def plain_by_three_streams(proto: onnx.ModelProto) -> None:
+    """What Qwen3.5's exports hold: RotaryEmbedding on three streams."""
+    by_three_streams(proto)
+    for node in proto.graph.node:
+        if node.op_type == "MRotaryEmbedding":
+            node.op_type = "RotaryEmbedding"
+            del node.attribute[:]
+            node.attribute.append(onnx.helper.make_attribute("num_heads", 0))
 
 
 @pytest.mark.parametrize("edit", [interleave, implicit_scale])
@@ -100,9 +125,10 @@ def test_S3_attention_attributes_are_honoured(tmp_path: Path, edit) -> None:  # 
     np.testing.assert_allclose(actual, expected, atol=1e-4 * np.abs(expected).max())
 
 
-def test_S3_rotation_outside_attention_gives_the_same_logits(tmp_path: Path) -> None:
-    """S2, S3: RotaryEmbedding with position_ids, as exports without fused rotation have it."""
-    folder = edited(model("cpu-fp32", "qwen3"), tmp_path / "copy", rotate_outside)
+@pytest.mark.parametrize("edit", [rotate_outside, without_heads, by_three_streams, plain_by_three_streams])
+def test_S3_G1_rotation_outside_attention_gives_the_same_logits(tmp_path: Path, edit) -> None:  # type: ignore[no-untyped-def]
+    """S2, S3: by position_ids, as exports without fused rotation have it; G1: M-RoPE's text positions, three times."""
+    folder = edited(model("cpu-fp32", "qwen3"), tmp_path / "copy", edit)
     outside = onnx_import.import_decoder(onnx_import.read_folder(folder))
     inside = onnx_import.import_decoder(onnx_import.read_folder(model("cpu-fp32", "qwen3")))
     np.testing.assert_allclose(logits(outside, TOKENS), logits(inside, TOKENS), atol=1e-5)
@@ -145,3 +171,32 @@ def test_indices_past_a_table_are_not_clamped(tokens: list[int], positions: list
     result = np.asarray(decoder.apply(decoder.params, *arrays, own_query, jnp.arange(3))[0])
     assert np.isfinite(result[:2]).all()
     assert np.isnan(result[2]).all()
+
+
+@pytest.mark.parametrize("layout", [0, 1])
+@pytest.mark.parametrize("rank", [3, 4])
+def test_S3_G1_three_equal_streams_equal_the_runtimes(layout: int, rank: int) -> None:
+    """The fused operator of vision-language models on text: sections and their layout change nothing."""
+    random = np.random.default_rng(layout)
+    heads, tokens, half = 2, 5, 8
+    x = random.standard_normal((1, heads, tokens, 2 * half), np.float32)
+    x = x if rank == 4 else x.transpose(0, 2, 1, 3).reshape(1, tokens, -1)
+    positions = np.tile(random.permutation(32)[None, None, :tokens], (3, 1, 1)).astype(np.int64)
+    angles = random.uniform(-3, 3, (32, half)).astype(np.float32)
+    feed = {"x": x, "ids": positions, "cos": np.cos(angles), "sin": np.sin(angles)}
+    node = onnx.helper.make_node(
+        "MRotaryEmbedding", list(feed), ["y"], domain="com.microsoft",
+        num_heads=heads, mrope_section=[4, 2, 2], mrope_layout=layout,
+    )  # fmt: skip
+    expected = run_node(node, feed, {})
+    operator = REGISTRY.find("com.microsoft", "MRotaryEmbedding", 1)
+    assert operator is not None
+    attributes = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
+    parsed = Node("com.microsoft", "MRotaryEmbedding", "one", tuple(feed), ("y",), attributes)
+    problems: list[str] = []
+    call = resolve(operator, parsed, {}, 0, problems)
+    names = ("input", "position_ids", "cos_cache", "sin_cache")
+    args = dict(zip(names, map(jnp.asarray, feed.values()), strict=True))
+    (actual,) = operator.run(call, args, Environment(jnp.arange(tokens), None))  # type: ignore[arg-type]
+    assert not problems
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
