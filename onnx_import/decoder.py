@@ -68,9 +68,7 @@ def run_plan(
     """The logits of `Decoder.apply`; what the callables hand back is left in `env`."""
     axis = plan.token_axis
     shape = (1,) * axis + tokens.shape
-    position_ids = env.positions.reshape(shape)
-    if plan.position_streams:
-        position_ids = jnp.broadcast_to(position_ids, (plan.position_streams, *shape))
+    position_ids = jnp.broadcast_to(env.positions, (*plan.position_axes, *env.positions.shape))
     values = {plan.input_ids: tokens.reshape(shape), plan.position_ids: position_ids}
     _run_calls(plan.head, values, params, env)
     # From here on only the wanted rows exist, so the last layer's tail and the head cost R rows, not T.

@@ -31,15 +31,15 @@ class Plan:
 
     `head` runs on every token and ends with the last operator that looks back; then the values named in `cut` keep
     the selected rows only, and `tail` runs on those. `token_axis` is the axis of tokens in activations: 1 where
-    input_ids is 2-D. `position_streams` is how many equal rows of positions the graph takes, one axis in front: 0 for
-    none, 3 for M-RoPE, whose streams are one for text. `fixed` are the states that the calls name.
+    input_ids is 2-D. `position_axes` are the sizes in front of the tokens of position_ids: 1, or 3 for the streams of
+    M-RoPE, which are one for text. `fixed` are the states that the calls name.
     """
 
     input_ids: str
     position_ids: str
     logits: str
     token_axis: int
-    position_streams: int
+    position_axes: tuple[int, ...]
     head: tuple[PlannedCall, ...]
     cut: tuple[str, ...]
     tail: tuple[PlannedCall, ...]
@@ -108,7 +108,7 @@ def make_plan(graph: Graph, manifest: DecoderManifest, surveyed: Survey, mode: s
         position_ids=manifest.position_ids,
         logits=manifest.logits,
         token_axis=_token_axis(graph, manifest, surveyed),
-        position_streams=_position_streams(graph, manifest) or 0,
+        position_axes=_position_axes(graph, manifest),
         head=head,
         cut=cut,
         tail=tail,
@@ -206,19 +206,15 @@ def _unknown_sources(
         made.update(node.outputs)
     if len(graph.inputs.get(manifest.input_ids, (None, ()))[1]) not in (1, 2):
         yield f"the graph has no input {manifest.input_ids!r} of rank 1 or 2"
-    elif _position_streams(graph, manifest) is None:
+    if _position_axes(graph, manifest) not in ((), (1,), (3,), (3, 1)):
         shape = list(graph.inputs[manifest.position_ids][1])
         yield f"the graph input {manifest.position_ids!r} has the shape {shape}, which isn't supported"
 
 
-def _position_streams(graph: Graph, manifest: DecoderManifest) -> int | None:
-    """How many rows of positions the graph takes: 0 where its positions are shaped like its tokens, None if unknown."""
-    tokens, positions = (
-        graph.inputs.get(name, (None, ()))[1] for name in (manifest.input_ids, manifest.position_ids)
-    )
-    if len(positions) in (0, len(tokens)):
-        return 0
-    return 3 if len(positions) == len(tokens) + 1 and positions[0] == 3 else None
+def _position_axes(graph: Graph, manifest: DecoderManifest) -> tuple[int, ...]:
+    """The sizes of the axes of position_ids in front of the tokens; free ones, of the batch, are 1."""
+    shape = graph.inputs.get(manifest.position_ids, (None, (None,)))[1]
+    return tuple(1 if size is None else size for size in shape[:-1])
 
 
 def _planned(

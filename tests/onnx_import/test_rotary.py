@@ -134,6 +134,16 @@ def test_S3_G1_rotation_outside_attention_gives_the_same_logits(tmp_path: Path, 
     np.testing.assert_allclose(logits(outside, TOKENS), logits(inside, TOKENS), atol=1e-5)
 
 
+def test_S2_positions_of_another_shape_are_refused(tmp_path: Path) -> None:
+    def two_streams(proto: onnx.ModelProto) -> None:
+        rotate_outside(proto)
+        proto.graph.input[-1].type.tensor_type.shape.dim[0].dim_value = 2
+
+    folder = edited(model("cpu-fp32", "qwen3"), tmp_path / "copy", two_streams)
+    with pytest.raises(onnx_import.UnsupportedGraph, match=r"'position_ids' has the shape \[2, None\]"):
+        onnx_import.import_decoder(onnx_import.read_folder(folder))
+
+
 def test_S3_query_and_key_norms_inside_attention(tmp_path: Path) -> None:
     """S2, S3: the fused form of qwen3's norms equals the spelled-out one that the builder writes for CPU."""
 
