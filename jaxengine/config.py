@@ -250,7 +250,8 @@ class RequestOptions:
 
     Attributes:
         max_session_tokens: Limit on every token of the request, prompts and generated ones of all turns together;
-            None or 0 takes the model's own limit.
+            None or 0 takes the model's own limit. A model with rotary tables for short and for long sequences takes
+            the long ones from the first token on if this limit is above the length at which they begin.
         sampling: How its tokens are chosen.
 
     Raises:

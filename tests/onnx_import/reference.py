@@ -56,11 +56,14 @@ def logits(decoder: onnx_import.Decoder, tokens: np.ndarray, rows: np.ndarray | 
 def runtime_logits(folder: Path, tokens: np.ndarray) -> np.ndarray:
     """ONNX Runtime's logits of one sequence on a folder in the 2-D form."""
     session = onnxruntime.InferenceSession(folder / "model.onnx", providers=["CPUExecutionProvider"])
-    head_dim = onnx_import.import_decoder(onnx_import.read_folder(folder)).layers[0].head_dim
+    layers = onnx_import.import_decoder(onnx_import.read_folder(folder)).layers
     feed = {"input_ids": tokens[None].astype(np.int64), "attention_mask": np.ones((1, len(tokens)), np.int64)}
     for value in session.get_inputs():
         if value.name.startswith("past_key_values"):
-            feed[value.name] = np.zeros((1, value.shape[1], 0, head_dim), np.float32)
+            spec = next(spec for spec in layers if spec.layer == int(value.name.split(".")[1]))
+            # A windowed cache has as many slots as the window from the start.
+            slots = spec.window or 0 if value.shape[2] == "past_sliding_length" else 0
+            feed[value.name] = np.zeros((1, spec.num_kv_heads, slots, spec.head_dim), np.float32)
         elif value.name == "position_ids":
             feed[value.name] = np.arange(len(tokens))[None]
     return session.run(["logits"], feed)[0][0]

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 
@@ -82,6 +83,49 @@ def test_case_C14_optional_inputs_are_refused_by_name(tmp_path: Path, index: int
     (problem,) = problems(edited(model("cpu-fp32"), tmp_path / "copy", change))
     assert "/model/layers.0/attn/GroupQueryAttention" in problem
     assert f"{name!r}" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("novelty", 1),
+        ("is_causal", 0),
+        ("kv_cache_layout", "LATENT"),
+        ("k_cache_dtype", "int4"),
+        ("v_quant_type", "PER_CHANNEL"),
+        ("rotary_offset", 8),
+        ("v_head_size", 8),
+        ("local_window_size", 0),
+        ("softcap", -1.0),
+    ],
+)
+def test_case_C14_paged_attributes_are_honoured_or_refused_by_name(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    def change(proto: onnx.ModelProto) -> None:
+        set_attribute(node_of(proto, "PagedAttention"), name, value)
+
+    (problem,) = problems(edited(model("paged-fp16"), tmp_path / "copy", change))
+    assert "::PagedAttention (node '/model/layers.0/attn/PagedAttention')" in problem
+    assert f"{name!r}" in problem or f"{name}={value!r}" in problem
+
+
+@pytest.mark.parametrize(("index", "name"), [(10, "slot_mapping"), (14, "k_scale"), (15, "v_scale")])
+def test_case_C14_paged_inputs_are_refused_by_name(tmp_path: Path, index: int, name: str) -> None:
+    def change(proto: onnx.ModelProto) -> None:
+        node_of(proto, "PagedAttention").input[index] = "cos_cache"
+
+    (problem,) = problems(edited(model("paged-fp16"), tmp_path / "copy", change))
+    assert f"{name!r} ('cos_cache')" in problem
+
+
+def test_case_C14_sinks_of_another_number_are_refused(tmp_path: Path) -> None:
+    def change(proto: onnx.ModelProto) -> None:
+        node_of(proto, "PagedAttention").input[11] = "sinks"
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(5, np.float16), "sinks"))
+
+    (problem,) = problems(edited(model("paged-fp16"), tmp_path / "copy", change))
+    assert "has a 'head_sink' of shape (5,) for its 6 heads" in problem
 
 
 def read_mask(proto: onnx.ModelProto) -> None:
