@@ -12,9 +12,9 @@ import numpy as np
 class AttentionSpec:
     """One causal attention layer.
 
-    `scale` multiplies query-key products, `kv_dtype` is the type of query, key and value. With a `window` W the query
-    at position p sees the keys at max(0, p - W + 1) .. p, without one all up to p. With a `softcap` c the scaled
-    product s becomes c * tanh(s / c).
+    `scale` multiplies query-key products, `kv_dtype` is the type of query, key and value: float32, float16 or bfloat16.
+    With a `window` W the query at position p sees the keys at max(0, p - W + 1) .. p, without one all up to p. With a
+    `softcap` c the scaled product s becomes c * tanh(s / c).
     """
 
     layer: int

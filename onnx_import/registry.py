@@ -15,7 +15,7 @@ import numpy as np
 from onnx_import.graph import Node, Tensor
 from onnx_import.protocols import Attention, FixedSpec, FixedState
 
-FLOATS = frozenset(("float32", "float16"))
+FLOATS = frozenset(("float32", "float16", "bfloat16"))
 INTEGERS = frozenset(("int32", "int64"))
 REQUIRED = object()
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -56,6 +57,21 @@ def test_E6_logits_have_the_same_bits_in_any_company(
             np.testing.assert_array_equal(
                 alone, whole[start + rows], err_msg=f"{count} tokens, {selected} rows"
             )
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_E6_narrow_floats_keep_a_rows_bits(dtype: type) -> None:
+    """E6, S2: float16 and bfloat16 activations and weights; the sum stays in float32 until the end."""
+    random = np.random.default_rng(0)
+    x, weight = (random.standard_normal(shape, np.float32).astype(dtype) for shape in ((256, 100), (70, 100)))
+    dense = jax.tree.map(jnp.asarray, dense_weight(weight))
+    product = jax.jit(lambda x: contract(x, dense))
+    whole = np.asarray(product(x))
+    assert whole.dtype == dtype
+    exact = x.astype(np.float64) @ weight.astype(np.float64).T
+    np.testing.assert_allclose(whole.astype(np.float64), exact, rtol=float(jnp.finfo(dtype).eps), atol=1e-4)
+    for count in COUNTS:
+        np.testing.assert_array_equal(np.asarray(product(x[-count:])), whole[-count:])
 
 
 @pytest.mark.parametrize("width", [16, 48, 64, 100, 576, 896])
