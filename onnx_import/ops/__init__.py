@@ -1,8 +1,11 @@
 """All implemented operators, one module a family."""
 
 from onnx_import.ops import (
+    activations,
     attention,
     embedding,
+    gated,
+    layer_norm,
     matmul,
     multi_head,
     norm,
@@ -15,14 +18,17 @@ from onnx_import.registry import Registry
 
 REGISTRY = Registry(
     (
-        *standard.OPERATORS,
-        *matmul.OPERATORS,
-        *norm.OPERATORS,
-        *embedding.OPERATORS,
+        *activations.OPERATORS,
         *attention.OPERATORS,
+        *embedding.OPERATORS,
+        *gated.OPERATORS,
+        *layer_norm.OPERATORS,
+        *matmul.OPERATORS,
         *multi_head.OPERATORS,
+        *norm.OPERATORS,
         *onnx_attention.OPERATORS,
         *quantized.OPERATORS,
         *recurrence.OPERATORS,
+        *standard.OPERATORS,
     )
 )
