@@ -4,7 +4,8 @@ Constants and the Reshape or Transpose of a constant are folded into tensor refe
 two ops share in different layouts is still one tensor of the file (tied embeddings).
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from onnx_import.errors import FolderError, WeightError
+
+PACKED_TYPES = frozenset(("int4", "uint4"))
+"""Element types that lie two in a byte, the first one in its low half."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         """Bytes that the tensor takes in the file."""
-        return int(np.prod(self.stored, dtype=np.int64)) * self.dtype.itemsize
+        return stored_bytes(self.stored, self.dtype)
 
     def transpose(self) -> "Tensor":
         """The rank-two tensor with its axes swapped."""
@@ -84,6 +88,12 @@ class Graph:
     outputs: Mapping[str, tuple[np.dtype, tuple[int | None, ...]]]
     nodes: tuple[Node, ...]
     tensors: Mapping[str, Tensor]
+
+
+def stored_bytes(shape: Sequence[int], dtype: np.dtype) -> int:
+    """Bytes that a tensor takes in a file; ONNX packs two 4-bit elements into a byte."""
+    count = math.prod(shape)
+    return -(-count // 2) if dtype.name in PACKED_TYPES else count * dtype.itemsize
 
 
 def parse_graph(file: Path) -> Graph:
@@ -151,7 +161,7 @@ def _tensor(name: str, proto: onnx.TensorProto) -> Tensor:
         raw = onnx.numpy_helper.to_array(proto)
         return Tensor(name, dtype, shape, shape, False, None, 0, raw.nbytes, raw)
     entries = {entry.key: entry.value for entry in proto.external_data}
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    nbytes = stored_bytes(shape, dtype)
     try:
         offset, length = int(entries.get("offset", 0)), int(entries.get("length", nbytes))
     except ValueError:

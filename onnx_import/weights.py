@@ -1,13 +1,14 @@
 """Weight data by memory map: resolved beside the model file, never outside its folder, sizes checked first."""
 
 import hashlib
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from onnx_import.errors import WeightError
-from onnx_import.graph import Graph, Tensor
+from onnx_import.graph import PACKED_TYPES, Graph, Tensor
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
@@ -53,7 +54,10 @@ class WeightFiles:
         """The tensor as a read-only view of the file (or of the bytes held in the graph)."""
         if tensor.raw is not None:
             return tensor.view(tensor.raw)
-        return tensor.view(self._bytes(tensor).view(tensor.dtype))
+        data = self._bytes(tensor)
+        if tensor.dtype.name in PACKED_TYPES:
+            return tensor.view(_unpacked(data, tensor))
+        return tensor.view(data.view(tensor.dtype))
 
     def paths(self, tensors: Iterable[Tensor]) -> tuple[Path, ...]:
         """The data files that these tensors live in, sorted."""
@@ -87,6 +91,14 @@ class WeightFiles:
                 return np.empty(0, np.uint8)
             self._maps[location] = np.memmap(path, dtype=np.uint8, mode="r")
         return self._maps[location]
+
+
+def _unpacked(data: np.ndarray, tensor: Tensor) -> np.ndarray:
+    """4-bit elements from their bytes; a signed one's sign is its fourth bit."""
+    halves = np.stack((data & 15, data >> 4), axis=-1).reshape(-1)[: math.prod(tensor.stored)]
+    if tensor.dtype.name == "int4":
+        halves = (halves ^ 8).astype(np.int8) - np.int8(8)
+    return halves.astype(tensor.dtype)
 
 
 def model_identity(graph: Graph, paths: Iterable[Path], mode: str) -> str:

@@ -13,6 +13,7 @@ from onnx_import.ops import (
     quantized,
     recurrence,
     standard,
+    tables,
 )
 from onnx_import.registry import Registry
 
@@ -30,5 +31,6 @@ REGISTRY = Registry(
         *quantized.OPERATORS,
         *recurrence.OPERATORS,
         *standard.OPERATORS,
+        *tables.OPERATORS,
     )
 )
