@@ -1,7 +1,10 @@
 """Case C11: block-quantised weights of every layout against NumPy and ONNX Runtime."""
 
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -200,3 +203,18 @@ def test_case_C11_wrong_sizes_are_refused_with_both_shapes(tmp_path, change, mes
     with pytest.raises(onnx_import.UnsupportedGraph, match=message) as caught:
         onnx_import.import_decoder(onnx_import.read_folder(folder))
     assert "/model/layers.0/attn/qkv_proj/MatMul_Q4" in str(caught.value)
+
+
+def test_S2_other_quantised_products_are_named(tmp_path: Path) -> None:
+    """S2: the 4-bit floats of bitsandbytes."""
+
+    def change(proto: onnx.ModelProto) -> None:
+        node_of(proto, "MatMulNBits").op_type = "MatMulBnb4"
+
+    folder = edited(model("cpu-int4"), tmp_path / "copy", change)
+    with pytest.raises(onnx_import.UnsupportedGraph) as caught:
+        onnx_import.import_decoder(onnx_import.read_folder(folder))
+    (problem,) = caught.value.problems
+    assert problem.startswith(
+        "com.microsoft::MatMulBnb4 (node '/model/layers.0/attn/qkv_proj/MatMul_Q4') isn't supp"
+    )
