@@ -3,6 +3,7 @@
 from onnx_import.ops import (
     activations,
     attention,
+    dequantize,
     embedding,
     gated,
     layer_norm,
@@ -22,6 +23,7 @@ REGISTRY = Registry(
     (
         *activations.OPERATORS,
         *attention.OPERATORS,
+        *dequantize.OPERATORS,
         *embedding.OPERATORS,
         *gated.OPERATORS,
         *layer_norm.OPERATORS,
