@@ -279,6 +279,18 @@ def test_E6_float_experts_keep_a_tokens_bits(dtype: Any) -> None:
     assert_exact(proto, {name: array.astype(dtype) for name, array in feed.items()}, constants, (2, 17))
 
 
+def test_E6_a_token_that_is_not_a_number_spoils_no_other() -> None:
+    """E6: it shares tiles with the others, and its own result is noticed."""
+    constants, feed = dense(), activations()
+    proto = node("MoE", DENSE, k=2, activation_type="silu")
+    (clean,) = imported(proto, feed, constants, jit=True)
+    feed = {name: array.copy() for name, array in feed.items()}
+    feed["x"][2], feed["router"][2] = np.nan, np.nan
+    (found,) = imported(proto, feed, constants, jit=True)
+    assert np.isnan(found[2]).all()
+    np.testing.assert_array_equal(np.delete(found, 2, axis=0), np.delete(clean, 2, axis=0))
+
+
 @jax.jit
 def numbered(x: jax.Array, weights: jax.Array, experts: jax.Array) -> jax.Array:
     """A mixture of seven experts that multiply by their number."""
