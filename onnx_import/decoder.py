@@ -1,7 +1,7 @@
 """A decoder as a pure function: parameters and tokens in, logits and staged keys and values out."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -13,11 +13,14 @@ from onnx_import.folder import FolderConfig
 from onnx_import.model_folder import ModelFolder
 from onnx_import.plan import Plan, PlannedCall, make_plan, survey
 from onnx_import.protocols import Attention, AttentionSpec, FixedSpec, FixedState, Step
-from onnx_import.registry import Environment, WeightPlan
+from onnx_import.registry import Arguments, Call, Environment, Results, WeightPlan
 from onnx_import.states import geometry_problems
 from onnx_import.weights import WeightFiles, model_identity
 
 WeightMode = Literal["exact", "fast"]
+
+_MISFITS = (TypeError, ValueError, LookupError, ArithmeticError)
+"""What operators raise for shapes or types that don't fit: an axis or a size that isn't there, a division by none."""
 
 
 @dataclass(frozen=True)
@@ -70,29 +73,53 @@ def run_plan(
     shape = (1,) * axis + tokens.shape
     position_ids = jnp.broadcast_to(env.positions, (*plan.position_axes, *env.positions.shape))
     values = {plan.input_ids: tokens.reshape(shape), plan.position_ids: position_ids}
-    _run_calls(plan.head, values, params, env)
+    run_calls(plan.head, values, params, env)
     # From here on only the wanted rows exist, so the last layer's tail and the head cost R rows, not T.
     selected = {name: jnp.take(values[name], logits_rows, axis=axis, mode="fill") for name in plan.cut}
-    _run_calls(plan.tail, selected, params, env)
+    run_calls(plan.tail, selected, params, env)
     logits = selected[plan.logits]
     return logits.reshape(-1, logits.shape[-1]).astype(jnp.float32)
 
 
-def _run_calls(
-    calls: Sequence[PlannedCall], values: dict[str, jax.Array], params: Mapping[str, Any], env: Environment
+def run_calls(
+    calls: Sequence[PlannedCall],
+    values: dict[str, Any],
+    params: Mapping[str, Any],
+    env: Environment,
 ) -> None:
+    """Run calls in order, adding what they make to `values`: NumPy arrays where it is folded."""
     for planned in calls:
-        arguments: dict[str, Any] = {rule.name: None for rule in planned.operator.inputs}
+        call, operator = planned.call, planned.operator
+        arguments: dict[str, Any] = {rule.name: None for rule in operator.inputs_of(call.node)}
         arguments.update((name, values[source]) for name, source in planned.values.items())
         arguments.update((name, params[key]) for name, key in planned.params.items())
-        node = planned.call.node
+        arguments.update(planned.known or {})
+        shapes = {name: tuple(map(int, np.ravel(values[source]))) for name, source in planned.statics.items()}
+        if shapes:
+            call = replace(call, statics={**call.statics, **shapes})
         try:
-            results = planned.operator.run(planned.call, arguments, env)
-        except (TypeError, ValueError) as error:
-            error.add_note(f"while running {node.label}")
+            results = _run(planned, call, arguments, env)
+        except _MISFITS as error:
+            error.add_note(f"while running {call.node.label}")
             raise
-        pairs = zip(node.outputs, results, strict=False)
+        pairs = zip(call.node.outputs, results, strict=False)
         values.update((name, result) for name, result in pairs if result is not None)
+
+
+def _run(planned: PlannedCall, call: Call, arguments: dict[str, Any], env: Environment) -> Results:
+    """Run one call; what is folded runs at once, also while a program is traced around it."""
+    run = planned.operator.run
+    if planned.operator.of_shapes:
+        return run(call, arguments, env)
+    if planned.known is None:
+        return run(call, _as_arrays(arguments), env)
+    with jax.ensure_compile_time_eval():
+        return tuple(np.asarray(result) for result in run(call, _as_arrays(arguments), env))
+
+
+def _as_arrays(arguments: Arguments) -> dict[str, Any]:
+    """Known values as JAX's arrays, so that operators see one kind and 64-bit integers as narrow ones."""
+    return {name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
 
 
 def import_decoder(folder: ModelFolder, weights: WeightMode = "exact") -> Decoder:
@@ -149,7 +176,7 @@ def _dry_run(plan: Plan, folder: ModelFolder) -> tuple[tuple[AttentionSpec, ...]
     structs = {key: weight.struct for key, weight in plan.weights.items()}
     try:
         logits = jax.eval_shape(run, structs, tokens, rows)
-    except (TypeError, ValueError) as error:
+    except _MISFITS as error:
         # JAX adds notes of its own.
         notes = getattr(error, "__notes__", ())
         where = next((note for note in notes if note.startswith("while running")), "while running the graph")

@@ -109,6 +109,11 @@ def parse_graph(file: Path) -> Graph:
         raise FolderError(f"{file} isn't a readable ONNX file: {error}.") from None
     if not model.graph.node:
         raise FolderError(f"{file} isn't a readable ONNX file: its graph is empty.")
+    return graph_of(model, file)
+
+
+def graph_of(model: onnx.ModelProto, file: Path) -> Graph:
+    """The graph of a model that was read from `file`, beside which its external data lies."""
     initializers = {proto.name: _tensor(proto.name, proto) for proto in model.graph.initializer}
     nodes, tensors = _fold([_node(proto) for proto in model.graph.node], initializers)
     return Graph(
@@ -181,13 +186,21 @@ def _fold(nodes: list[Node], initializers: dict[str, Tensor]) -> tuple[tuple[Nod
     return tuple(kept), tensors
 
 
+_CONSTANT_TYPES = {
+    "value_int": np.int64,
+    "value_ints": np.int64,
+    "value_float": np.float32,
+    "value_floats": np.float32,
+}
+
+
 def _constant(node: Node) -> Tensor | None:
     if node.op_type != "Constant" or node.domain:
         return None
     value = node.attributes.get("value")
     if isinstance(value, onnx.TensorProto):
         return _tensor(node.outputs[0], value)
-    for name, dtype in (("value_int", np.int64), ("value_ints", np.int64), ("value_float", np.float32)):
+    for name, dtype in _CONSTANT_TYPES.items():
         if name in node.attributes:
             array = np.asarray(node.attributes[name], dtype)
             return Tensor(

@@ -6,6 +6,9 @@ Planning reads no weight data. A plan is a list of calls over named values; noth
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
+from onnx_import.folding import folded_values
 from onnx_import.graph import Graph, Node, Tensor, live_nodes
 from onnx_import.manifest import DecoderManifest, StateTensor, layer_pattern
 from onnx_import.ops import REGISTRY
@@ -20,9 +23,18 @@ class PlannedCall:
     call: Call
     operator: Operator
     values: Mapping[str, str]
-    """Input name to the name of an activation."""
+    """Input name to the name of an activation or of a folded value."""
     params: Mapping[str, str]
     """Input name to the key of a parameter."""
+    statics: Mapping[str, str]
+    """Name of a static input to the folded value that it is."""
+    known: Mapping[str, np.ndarray] | None
+    """Input name to constant, where the call is folded: run while tracing, on known values or on shapes."""
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names of the values that it needs."""
+        return frozenset((*self.values.values(), *self.statics.values()))
 
 
 @dataclass(frozen=True)
@@ -59,6 +71,7 @@ class Survey:
 
     nodes: tuple[tuple[Node, Operator | None], ...]
     calls: tuple[tuple[Call, Operator], ...]
+    folded: frozenset[str]
     problems: tuple[str, ...]
 
 
@@ -72,6 +85,7 @@ def survey(graph: Graph, manifest: DecoderManifest) -> Survey:
     needed = {node.outputs[0]: reads(operators[node.outputs[0]], node) for node in graph.nodes}
     live = live_nodes(graph.nodes, roots, needed)
     layers = _attention_layers(live, operators, manifest, problems)
+    folded = folded_values(live, operators, graph.tensors)
     calls = []
     states = {tensor.input: tensor for tensor in manifest.fixed}
     for node in live:
@@ -81,7 +95,8 @@ def survey(graph: Graph, manifest: DecoderManifest) -> Survey:
             continue
         found: list[str] = []
         fixed = _fixed_state(node, operator, states, found)
-        call = resolve(operator, node, graph.tensors, layers.get(node.outputs[0], -1), fixed, found)
+        layer = layers.get(node.outputs[0], -1)
+        call = resolve(operator, node, graph.tensors, layer, fixed, found, folded)
         if not found and operator.check is not None:
             found += operator.check(call, constants(operator, node, graph))
         problems += found
@@ -89,19 +104,21 @@ def survey(graph: Graph, manifest: DecoderManifest) -> Survey:
     problems += (f"no node keeps the state {name!r} of layer {states[name].layer}" for name in states)
     problems += _unknown_sources(graph, manifest, live, needed)
     pairs = tuple((node, operators[node.outputs[0]]) for node in live)
-    return Survey(pairs, tuple(calls), tuple(dict.fromkeys(problems)))
+    return Survey(pairs, tuple(calls), folded, tuple(dict.fromkeys(problems)))
 
 
 def constants(operator: Operator, node: Node, graph: Graph) -> dict[str, Tensor]:
     """The node's constant inputs by the operator's name for them."""
-    pairs = zip(operator.inputs, node.inputs, strict=False)
+    pairs = zip(operator.inputs_of(node), node.inputs, strict=False)
     return {rule.name: graph.tensors[name] for rule, name in pairs if name in graph.tensors}
 
 
 def make_plan(graph: Graph, manifest: DecoderManifest, surveyed: Survey, mode: str) -> Plan:
     """Order the calls of a graph without problems and plan its parameters for a weight mode."""
     weights: dict[str, WeightPlan] = {}
-    calls = [_planned(call, operator, graph, mode, weights) for call, operator in surveyed.calls]
+    calls = [
+        plan_call(call, operator, graph, surveyed.folded, mode, weights) for call, operator in surveyed.calls
+    ]
     head, cut, tail = _split(calls, manifest.logits)
     return Plan(
         input_ids=manifest.input_ids,
@@ -217,19 +234,33 @@ def _position_axes(graph: Graph, manifest: DecoderManifest) -> tuple[int, ...]:
     return tuple(1 if size is None else size for size in shape[:-1])
 
 
-def _planned(
-    call: Call, operator: Operator, graph: Graph, mode: str, weights: dict[str, WeightPlan]
+def plan_call(
+    call: Call,
+    operator: Operator,
+    graph: Graph,
+    folded: frozenset[str],
+    mode: str,
+    weights: dict[str, WeightPlan],
 ) -> PlannedCall:
+    """Say where each input of a call comes from, adding the parameters that it needs to `weights`."""
     tensors = constants(operator, call.node, graph)
-    own = dict(operator.weights(call, tensors, mode)) if operator.weights else {}
+    known: dict[str, np.ndarray] | None = {} if folded.issuperset(filter(None, call.node.outputs)) else None
+    own = dict(operator.weights(call, tensors, mode)) if operator.weights and known is None else {}
     values: dict[str, str] = {}
-    for rule, name in zip(operator.inputs, call.node.inputs, strict=False):
-        if rule.role is Role.VALUE and rule.name in tensors:
-            own[rule.name] = WeightPlan.plain(tensors[rule.name])
-        elif rule.role is Role.VALUE and name:
+    statics: dict[str, str] = {}
+    for rule, name in zip(operator.inputs_of(call.node), call.node.inputs, strict=False):
+        if rule.role is Role.STATIC and name in folded:
+            statics[rule.name] = name
+        if rule.role not in (Role.VALUE, Role.OPERAND) or rule.name in own or not name:
+            continue
+        if rule.name not in tensors:
             values[rule.name] = name
+        elif known is not None and (raw := tensors[rule.name].raw) is not None:
+            known[rule.name] = tensors[rule.name].view(raw)
+        else:
+            own[rule.name] = WeightPlan.plain(tensors[rule.name])
     weights.update((plan.key, plan) for plan in own.values())
-    return PlannedCall(call, operator, values, {name: plan.key for name, plan in own.items()})
+    return PlannedCall(call, operator, values, {name: plan.key for name, plan in own.items()}, statics, known)
 
 
 def _split(
@@ -240,11 +271,16 @@ def _split(
     below = {calls[last].call.node.outputs[0]}
     head, tail = list(calls[: last + 1]), []
     for planned in calls[last + 1 :]:
-        if below.intersection(planned.values.values()):
+        if below.intersection(planned.reads):
             below.update(planned.call.node.outputs)
             tail.append(planned)
         else:
             head.append(planned)
+    read = {name for planned in tail for name in planned.reads} | {logits}
+    # A shape counts tokens above the cut and selected rows below it, so what is folded is folded there again.
+    for planned in reversed(head):
+        if planned.known is not None and read.intersection(planned.call.node.outputs):
+            read.update(planned.reads)
+            tail.insert(0, planned)
     made = {name for planned in tail for name in planned.call.node.outputs}
-    read = {name for planned in tail for name in planned.values.values()} | {logits}
     return tuple(head), tuple(sorted(read - made)), tuple(tail)

@@ -5,8 +5,8 @@ input, an element type) is a named problem, never ignored.
 """
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -17,6 +17,9 @@ from onnx_import.protocols import Attention, FixedSpec, FixedState
 
 FLOATS = frozenset(("float32", "float16", "bfloat16"))
 INTEGERS = frozenset(("int32", "int64"))
+NUMBERS = FLOATS | INTEGERS | frozenset(("bfloat16", "int8", "int16", "uint8", "uint16", "uint32"))
+"""Element types that standard operators take: whatever JAX holds without its 64-bit mode (int64 as int32)."""
+TENSORS = NUMBERS | frozenset(("bool",))
 REQUIRED = object()
 
 
@@ -27,8 +30,10 @@ class Role(enum.Enum):
     """An activation, or a constant used as it is."""
     WEIGHT = "weight"
     """A constant that the operator lays out its own way when loading."""
+    OPERAND = "operand"
+    """A weight where it is a constant that `weights` plans, else a value."""
     STATIC = "static"
-    """A small integer constant that shapes the program."""
+    """Integers that shape the program: a small constant, or folded from constants and shapes."""
     UNREAD = "unread"
     """Never read: the caller's attention knows better (masks, lengths, caches)."""
     REFUSED = "refused"
@@ -37,12 +42,16 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True)
 class Input:
-    """One input of an operator; `dtypes` binds constants only, activations follow from them."""
+    """One input of an operator; `dtypes` binds constants only, activations follow from them.
+
+    A `variadic` one comes last and stands for any number of inputs, which arrive as name_0, name_1, ...
+    """
 
     name: str
     role: Role = Role.VALUE
     optional: bool = False
     dtypes: frozenset[str] = FLOATS
+    variadic: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +111,8 @@ class Environment:
 
 
 Arguments = Mapping[str, Any]
-Run = Callable[[Call, Arguments, Environment], tuple[jax.Array | None, ...]]
+Results = tuple[jax.Array | np.ndarray | None, ...]
+Run = Callable[[Call, Arguments, Environment], Results]
 
 
 @dataclass(frozen=True)
@@ -112,7 +122,8 @@ class Operator:
     `check` yields problems beyond the declarations; `weights` plans the WEIGHT inputs, by input name (inputs it
     leaves out are consumed by another's plan); `outputs` are the outputs that `run` can fill, `caches` those after
     them that belong to the caller; `key_cache` is the index of the input that names an attention's keys, `state` of the
-    one that names a fixed state; `batched` operators want a batch axis in front of the tokens.
+    one that names a fixed state; `batched` operators want a batch axis in front of the tokens. Outputs of one
+    `of_shapes` follow from its inputs' shapes alone.
     """
 
     domain: str
@@ -128,6 +139,15 @@ class Operator:
     batched: bool = False
     weights: Callable[[Call, Mapping[str, Tensor], str], Mapping[str, WeightPlan]] | None = None
     check: Callable[[Call, Mapping[str, Tensor]], Iterator[str]] | None = None
+    of_shapes: bool = False
+
+    def inputs_of(self, node: Node) -> tuple[Input, ...]:
+        """One rule for each input that this node may have, the variadic one repeated."""
+        if not self.inputs or not self.inputs[-1].variadic:
+            return self.inputs
+        *fixed, last = self.inputs
+        repeated = (replace(last, name=f"{last.name}_{i}") for i in range(len(node.inputs) - len(fixed)))
+        return (*fixed, *repeated)
 
     @property
     def is_attention(self) -> bool:
@@ -164,10 +184,14 @@ def resolve(
     layer: int,
     fixed: FixedSpec | None,
     problems: list[str],
+    folded: Collection[str] = (),
 ) -> Call:
-    """Check a node against its operator, appending every problem found, and fill in defaults."""
+    """Check a node against its operator, appending every problem found, and fill in defaults.
+
+    `folded` names the values that are known while a program is traced.
+    """
     attributes = _attributes(operator, node, problems)
-    statics = _inputs(operator, node, tensors, problems)
+    statics = _inputs(operator, node, tensors, problems, folded)
     for index, name in enumerate(node.outputs):
         if name and index not in operator.outputs + operator.caches:
             problems.append(f"{node.label} fills output {index}, which isn't supported")
@@ -190,13 +214,18 @@ def _attributes(operator: Operator, node: Node, problems: list[str]) -> dict[str
 
 
 def _inputs(
-    operator: Operator, node: Node, tensors: Mapping[str, Tensor], problems: list[str]
+    operator: Operator,
+    node: Node,
+    tensors: Mapping[str, Tensor],
+    problems: list[str],
+    folded: Collection[str],
 ) -> dict[str, tuple[int, ...]]:
     statics: dict[str, tuple[int, ...]] = {}
-    known = len(operator.inputs)
+    rules = operator.inputs_of(node)
+    known = len(rules)
     beyond = filter(None, node.inputs[known:])
     problems.extend(f"{node.label} has an input {name!r} past the {known} that are known" for name in beyond)
-    for index, rule in enumerate(operator.inputs):
+    for index, rule in enumerate(rules):
         name = node.inputs[index] if index < len(node.inputs) else ""
         tensor = tensors.get(name)
         if not name:
@@ -210,6 +239,8 @@ def _inputs(
             problems.append(
                 f"{node.label} has {rule.name} {name!r} of type {tensor.dtype.name}, which isn't supported"
             )
+        elif tensor is None and rule.role is Role.STATIC and name in folded:
+            continue
         elif tensor is None and rule.role in (Role.WEIGHT, Role.STATIC):
             problems.append(f"{node.label} needs its input {rule.name!r} ({name!r}) to be a constant")
         elif tensor is not None and rule.role is Role.STATIC:
@@ -219,12 +250,20 @@ def _inputs(
                 )
             else:
                 statics[rule.name] = tuple(int(item) for item in np.ravel(tensor.raw))
+        elif tensor is not None and tensor.raw is not None and _exceeds_32_bits(tensor.raw):
+            problems.append(f"{node.label} has integers in {rule.name} {name!r} that don't fit 32 bits")
     return statics
+
+
+def _exceeds_32_bits(array: np.ndarray) -> bool:
+    return array.dtype == np.int64 and bool((array != array.astype(np.int32)).any())
 
 
 def reads(operator: Operator | None, node: Node) -> tuple[str, ...]:
     """The names of the inputs that a node reads while running; all of them for an unknown operator."""
     if operator is None:
         return tuple(filter(None, node.inputs))
-    unread = {i for i, rule in enumerate(operator.inputs) if rule.role in (Role.UNREAD, Role.REFUSED)}
+    unread = {
+        i for i, rule in enumerate(operator.inputs_of(node)) if rule.role in (Role.UNREAD, Role.REFUSED)
+    }
     return tuple(name for index, name in enumerate(node.inputs) if name and index not in unread)
