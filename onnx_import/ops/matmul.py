@@ -1,10 +1,10 @@
-"""Products of activations with a float weight, laid out so that a row's bits don't depend on the number of rows.
+"""Products of activations with a float weight or each other; a row's bits don't depend on the number of rows.
 
 XLA on CPU multiplies by narrow column blocks in one fixed order: multiply-add along `in`, whatever the rows. The same
 layout is also the one that it streams fastest from memory with the few rows of a decode step.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.struct
@@ -13,7 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from onnx_import.graph import Tensor
-from onnx_import.registry import Arguments, Call, Environment, Input, Operator, Role, WeightPlan
+from onnx_import.registry import (
+    FLOATS,
+    NUMBERS,
+    Arguments,
+    Attribute,
+    Call,
+    Environment,
+    Input,
+    Operator,
+    Role,
+    WeightPlan,
+)
 
 _WIDTH = 64
 """Columns of a block: 32 gave other bits from 64 rows on, 16 was slow."""
@@ -97,24 +108,80 @@ def _looped(rows: jax.Array, parts: Sequence[jax.Array]) -> jax.Array:
     return product
 
 
-def _weights(call: Call, tensors: Mapping[str, Tensor], mode: str) -> Mapping[str, WeightPlan]:
-    tensor = tensors["B"].transpose()
+def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Matrix product of two activations, batched and broadcast as NumPy's, in x's dtype.
+
+    By a matrix a row of x keeps its bits whatever the other rows; a batched product promises that for an inner size
+    of one only.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.matmul(x, y)
+    if y.ndim != 2:
+        highest = jax.lax.Precision.HIGHEST
+        return jnp.matmul(x, y, precision=highest, preferred_element_type=jnp.float32).astype(x.dtype)
+    padded = jnp.pad(y, ((0, 0), (0, -y.shape[1] % _WIDTH)))
+    blocks = padded.reshape(y.shape[0], -1, _WIDTH).transpose(1, 0, 2)
+    return contract(x, DenseWeight((blocks,), y.shape[1]))
+
+
+def _weight(tensor: Tensor | None, *, transposed: bool) -> dict[str, WeightPlan]:
+    """The plan of a constant B [in, out], or [out, in] where transposed; none unless it is a float matrix."""
+    if tensor is None or len(tensor.shape) != 2 or tensor.dtype.name not in FLOATS:
+        return {}
+    tensor = tensor if transposed else tensor.transpose()
     rows, columns = tensor.shape
     struct = dense_struct(rows, columns, tensor.dtype)
     return {"B": WeightPlan(f"{tensor.key}:dense", struct, (tensor,), dense_weight)}
 
 
-def _check(call: Call, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    if len(tensors["B"].shape) != 2:
-        yield f"{call.node.label} has a weight of shape {list(tensors['B'].shape)}; only rank two is supported"
+def _matmul_weights(call: Call, tensors: Mapping[str, Tensor], mode: str) -> Mapping[str, WeightPlan]:
+    return _weight(tensors.get("B"), transposed=False)
 
 
-def _run(call: Call, args: Arguments, env: Environment) -> tuple[jax.Array]:
-    return (contract(args["A"], args["B"]),)
+def _matmul(call: Call, args: Arguments, env: Environment) -> tuple[jax.Array]:
+    """A [..., m, k] times B [..., k, n]: [..., m, n]."""
+    product = contract if isinstance(args["B"], DenseWeight) else multiply
+    return (product(args["A"], args["B"]),)
+
+
+def _gemm_weights(call: Call, tensors: Mapping[str, Tensor], mode: str) -> Mapping[str, WeightPlan]:
+    return _weight(tensors.get("B"), transposed=bool(call.attributes["transB"]))
+
+
+def _gemm(call: Call, args: Arguments, env: Environment) -> tuple[jax.Array]:
+    """alpha A' B' + beta C, with A' [m, k] and B' [k, n] transposed first where asked, and C broadcast to [m, n]."""
+    a, b, c = args["A"], args["B"], args["C"]
+    a = a.T if call.attributes["transA"] else a
+    if isinstance(b, DenseWeight):
+        product = contract(a, b)
+    else:
+        product = multiply(a, b.T if call.attributes["transB"] else b)
+    product = product * jnp.asarray(call.attributes["alpha"], product.dtype)
+    return (product if c is None else product + c * jnp.asarray(call.attributes["beta"], c.dtype),)
 
 
 OPERATORS = (
     Operator(
-        "", "MatMul", 1, (Input("A"), Input("B", Role.WEIGHT)), {}, _run, weights=_weights, check=_check
+        "",
+        "MatMul",
+        1,
+        (Input("A", dtypes=NUMBERS), Input("B", Role.OPERAND, dtypes=NUMBERS)),
+        {},
+        _matmul,
+        weights=_matmul_weights,
+    ),
+    Operator(
+        "",
+        "Gemm",
+        7,
+        (Input("A"), Input("B", Role.OPERAND), Input("C", optional=True)),
+        {
+            "alpha": Attribute(1.0),
+            "beta": Attribute(1.0),
+            "transA": Attribute(0, only=(0, 1)),
+            "transB": Attribute(0, only=(0, 1)),
+        },
+        _gemm,
+        weights=_gemm_weights,
     ),
 )
