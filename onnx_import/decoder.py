@@ -69,16 +69,25 @@ def run_plan(
     plan: Plan, params: Mapping[str, Any], tokens: jax.Array, env: Environment, logits_rows: jax.Array
 ) -> jax.Array:
     """The logits of `Decoder.apply`; what the callables hand back is left in `env`."""
-    axis = plan.token_axis
-    shape = (1,) * axis + tokens.shape
-    position_ids = jnp.broadcast_to(env.positions, (*plan.position_axes, *env.positions.shape))
-    values = {plan.input_ids: tokens.reshape(shape), plan.position_ids: position_ids}
-    run_calls(plan.head, values, params, env)
-    # From here on only the wanted rows exist, so the last layer's tail and the head cost R rows, not T.
-    selected = {name: jnp.take(values[name], logits_rows, axis=axis, mode="fill") for name in plan.cut}
+    # From the cut on only the wanted rows exist, so the last layer's tail and the head cost R rows, not T.
+    selected = {
+        name: value
+        if plan.cut[name] is None
+        else jnp.take(value, logits_rows, axis=plan.cut[name], mode="fill")
+        for name, value in _run_head(plan, params, tokens, env).items()
+    }
     run_calls(plan.tail, selected, params, env)
     logits = selected[plan.logits]
     return logits.reshape(-1, logits.shape[-1]).astype(jnp.float32)
+
+
+def _run_head(plan: Plan, params: Mapping[str, Any], tokens: jax.Array, env: Environment) -> dict[str, Any]:
+    """The values at the cut, at every token."""
+    position_ids = jnp.broadcast_to(env.positions, (*plan.position_axes, *env.positions.shape))
+    ids = tokens.reshape((1,) * plan.token_axis + tokens.shape)
+    values = {plan.input_ids: ids, plan.position_ids: position_ids}
+    run_calls(plan.head, values, params, env)
+    return {name: values[name] for name in plan.cut}
 
 
 def run_calls(
@@ -137,7 +146,7 @@ def import_decoder(folder: ModelFolder, weights: WeightMode = "exact") -> Decode
     if surveyed.problems:
         raise UnsupportedGraph(str(folder.graph.file), surveyed.problems)
     plan = make_plan(folder.graph, folder.manifest, surveyed, weights)
-    layers, vocab_size = _dry_run(plan, folder)
+    plan, layers, vocab_size = _dry_run(plan, folder)
     files = WeightFiles(folder.graph)
     files.check(plan.tensors)
     identity = model_identity(folder.graph, files.paths(plan.tensors), weights)
@@ -155,8 +164,8 @@ def _load(weight: WeightPlan, files: WeightFiles) -> Any:
     return jax.tree.map(lambda array: jnp.array(array, copy=True).block_until_ready(), built)
 
 
-def _dry_run(plan: Plan, folder: ModelFolder) -> tuple[tuple[AttentionSpec, ...], int]:
-    """Trace the plan on shapes alone: finds each layer's geometry and any node whose shapes don't fit."""
+def _dry_run(plan: Plan, folder: ModelFolder) -> tuple[Plan, tuple[AttentionSpec, ...], int]:
+    """Trace the plan on shapes alone: finds the cut's axes, each layer's geometry, and any node that doesn't fit."""
     specs: dict[int, AttentionSpec] = {}
 
     def attention(
@@ -169,13 +178,18 @@ def _dry_run(plan: Plan, folder: ModelFolder) -> tuple[tuple[AttentionSpec, ...]
         specs[spec.layer] = spec
         return query, None
 
+    def head(params: Any, tokens: jax.Array) -> dict[str, Any]:
+        return _run_head(plan, params, tokens, Environment(tokens, attention, _ShapesOnly(), tokens))
+
     def run(params: Any, tokens: jax.Array, rows: jax.Array) -> jax.Array:
         return run_plan(plan, params, tokens, Environment(tokens, attention, _ShapesOnly(), tokens), rows)
 
-    tokens, rows = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (5, 3))
+    few, more, rows = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (5, 7, 3))
     structs = {key: weight.struct for key, weight in plan.weights.items()}
     try:
-        logits = jax.eval_shape(run, structs, tokens, rows)
+        shapes = [jax.eval_shape(head, structs, tokens) for tokens in (few, more)]
+        plan = replace(plan, cut={name: _token_axis(shapes[0][name], shapes[1][name]) for name in plan.cut})
+        logits = jax.eval_shape(run, structs, few, rows)
     except _MISFITS as error:
         # JAX adds notes of its own.
         notes = getattr(error, "__notes__", ())
@@ -185,7 +199,15 @@ def _dry_run(plan: Plan, folder: ModelFolder) -> tuple[tuple[AttentionSpec, ...]
     if problems := list(geometry_problems(folder.manifest, folder.graph, layers)):
         raise UnsupportedGraph(str(folder.graph.file), problems)
     _check_widths(folder.config, logits.shape, rows.shape[0], plan, folder)
-    return layers, logits.shape[1]
+    return plan, layers, logits.shape[1]
+
+
+def _token_axis(few: jax.ShapeDtypeStruct, more: jax.ShapeDtypeStruct) -> int | None:
+    """The axis that grows with the number of tokens; None where none does."""
+    grown = [
+        axis for axis, sizes in enumerate(zip(few.shape, more.shape, strict=True)) if sizes[0] != sizes[1]
+    ]
+    return grown[0] if grown else None
 
 
 class _ShapesOnly:

@@ -28,7 +28,8 @@ def folded_values(
     folded: set[str] = set()
     for node in nodes:
         operator = operators[node.outputs[0]]
-        if operator is None or operator.is_attention:
+        # An operator with weights lays its constants out its own way, so it never sees their values.
+        if operator is None or operator.looks_back or operator.weights is not None:
             continue
         if operator.of_shapes or all(name in known for name in node.inputs if name):
             folded.update(filter(None, node.outputs))

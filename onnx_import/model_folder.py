@@ -11,6 +11,7 @@ from onnx_import.graph import Graph, parse_graph
 from onnx_import.length_choice import by_sequence
 from onnx_import.manifest import DecoderManifest
 from onnx_import.masks import without_padding_masks
+from onnx_import.pruned_head import with_all_rows
 from onnx_import.states import find_states
 from onnx_import.weights import leads_inside
 
@@ -39,5 +40,5 @@ def read_folder(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     file = folder / decoder.filename
     if not leads_inside(folder, file):
         raise FolderError(f"The configuration's model file {file} lies outside the model folder {folder}.")
-    graph = without_padding_masks(by_sequence(parse_graph(file)))
+    graph = with_all_rows(without_padding_masks(by_sequence(parse_graph(file))))
     return ModelFolder(folder, config, find_states(decoder, graph), graph)

@@ -42,9 +42,10 @@ class Plan:
     """The calls of a step, in order, split where rows are selected.
 
     `head` runs on every token and ends with the last operator that looks back; then the values named in `cut` keep
-    the selected rows only, and `tail` runs on those. `token_axis` is the axis of tokens in activations: 1 where
-    input_ids is 2-D. `position_axes` are the sizes in front of the tokens of position_ids: 1, or 3 for the streams of
-    M-RoPE, which are one for text. `fixed` are the states that the calls name.
+    the selected rows only, along the axis given with each (None for a value that doesn't depend on the tokens), and
+    `tail` runs on those. `token_axis` is the axis of tokens in input_ids: 1 where that is 2-D. `position_axes` are the
+    sizes in front of the tokens of position_ids: 1, or 3 for the streams of M-RoPE, which are one for text. `fixed`
+    are the states that the calls name.
     """
 
     input_ids: str
@@ -53,7 +54,7 @@ class Plan:
     token_axis: int
     position_axes: tuple[int, ...]
     head: tuple[PlannedCall, ...]
-    cut: tuple[str, ...]
+    cut: Mapping[str, int | None]
     tail: tuple[PlannedCall, ...]
     weights: Mapping[str, WeightPlan]
     fixed: tuple[FixedSpec, ...]
@@ -127,7 +128,7 @@ def make_plan(graph: Graph, manifest: DecoderManifest, surveyed: Survey, mode: s
         token_axis=_token_axis(graph, manifest, surveyed),
         position_axes=_position_axes(graph, manifest),
         head=head,
-        cut=cut,
+        cut=dict.fromkeys(cut),
         tail=tail,
         weights=weights,
         fixed=tuple(call.fixed for call, _ in surveyed.calls if call.fixed is not None),
