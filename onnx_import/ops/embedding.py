@@ -60,20 +60,29 @@ def _look_up(cache: jax.Array | TableByLength, positions: jax.Array) -> jax.Arra
     return jnp.take(cache, positions, axis=0, mode="fill")
 
 
-def _choose(call: Call, args: Arguments, env: Environment) -> tuple[Any, ...]:
-    """Choose for each token by its sequence's limit.
+def _takes_long(call: Call, env: Environment) -> jax.Array:
+    """bool[tokens], chosen for each token by its sequence's limit.
 
-    The definition takes the long factors once a sequence holds more than `threshold` tokens. Its first keys are long
+    The definition takes the long factors once a sequence holds more than `threshold` tokens. Its first keys are
     rotated and stored by then, so a sequence that may come to hold more takes them from its first token on, and a
     choice depends on nothing but the token's own sequence.
     """
     if env.limits is None:
         raise ValueError("the graph chooses rotary tables by length, so `limits` must be given")
-    takes_long = env.limits > call.attributes["threshold"]
+    return env.limits > call.attributes["threshold"]
+
+
+def _choose(call: Call, args: Arguments, env: Environment) -> tuple[Any, ...]:
+    takes_long = _takes_long(call, env)
     tables = [args[rule.name] for rule in _TABLES[: len(call.node.inputs)]]
     return tuple(
         TableByLength(long, short, takes_long) for long, short in zip(tables[::2], tables[1::2], strict=True)
     )
+
+
+def _move(call: Call, args: Arguments, env: Environment) -> tuple[jax.Array]:
+    positions = args["position_ids"]
+    return (jnp.where(_takes_long(call, env), positions + call.attributes["threshold"], positions),)
 
 
 def _check_choice(call: Call, tensors: Mapping[str, Tensor]) -> Iterator[str]:
@@ -136,13 +145,21 @@ _ATTRIBUTES = {
 OPERATORS = (
     Operator(
         length_choice.DOMAIN,
-        length_choice.OP_TYPE,
+        length_choice.TABLES,
         1,
         _TABLES,
         {"threshold": Attribute()},
         _choose,
         outputs=(0, 1),
         check=_check_choice,
+    ),
+    Operator(
+        length_choice.DOMAIN,
+        length_choice.POSITIONS,
+        1,
+        (Input("position_ids", dtypes=INTEGERS),),
+        {"threshold": Attribute()},
+        _move,
     ),
     Operator("com.microsoft", "RotaryEmbedding", 1, _INPUTS, _ATTRIBUTES, _run, check=_check),
     Operator(

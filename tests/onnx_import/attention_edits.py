@@ -1,4 +1,6 @@
-"""Edits of a model folder's graph that give its attention what exports of gemma2 and gpt-oss have."""
+"""Edits of a model folder's graph that give its attention what other exports have."""
+
+from typing import Any
 
 import numpy as np
 import onnx
@@ -36,3 +38,27 @@ def sink(proto: onnx.ModelProto) -> None:
         proto.graph.initializer.append(
             onnx.numpy_helper.from_array(np.roll(SINKS, layer).astype(kind), f"sinks.{layer}")
         )
+
+
+def rotate_outside(proto: onnx.ModelProto, op_type: str = "RotaryEmbedding", **attributes: Any) -> None:
+    """qwen3's query and key, rotated by an operator from position_ids instead of inside attention."""
+    nodes: list[onnx.NodeProto] = []
+    for node in proto.graph.node:
+        if node.op_type == "GroupQueryAttention":
+            for index, heads in ((0, 4), (1, 2)):
+                name = f"{node.name}/rotary_{index}"
+                nodes.append(
+                    onnx.helper.make_node(
+                        op_type, [node.input[index], "position_ids", "cos_cache", "sin_cache"],
+                        [name], name=name, domain="com.microsoft", **({"num_heads": heads} | attributes),
+                    )
+                )  # fmt: skip
+                node.input[index] = name
+            node.input[7] = node.input[8] = ""
+            set_attribute(node, "do_rotary", 0)
+        nodes.append(node)
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    shape = ["b", "s"] if op_type == "RotaryEmbedding" else [3, "b", "s"]
+    ids = onnx.helper.make_tensor_value_info("position_ids", onnx.TensorProto.INT64, shape)
+    proto.graph.input.append(ids)

@@ -3,6 +3,8 @@
 import numpy as np
 import onnx
 
+from tests.onnx_import.attention_edits import rotate_outside
+
 THRESHOLD, BLOCK = 32, 16
 
 
@@ -46,6 +48,35 @@ def choose(proto: onnx.ModelProto, *, index: int = 1, compare: str = "Greater") 
         onnx.helper.make_node("Mul", ["/columns", "/block"], ["/scaled"]),
         onnx.helper.make_node(compare, ["/scaled" if packed else "/columns", "/threshold"], ["/over"]),
         onnx.helper.make_node("If", ["/over"], ["cos_cache", "sin_cache"], name="/If", **branches),
+    ]
+    for node in reversed(nodes):
+        proto.graph.node.insert(0, node)
+
+
+def move_positions(proto: onnx.ModelProto, *, moved: int = THRESHOLD, source: str = "position_ids") -> None:
+    """The form for runtimes without `If`: one table, and positions of the whole batch moved behind the short part."""
+    rotate_outside(proto)
+    arrays = tables(np.float32)
+    for name in ("cos_cache", "sin_cache"):
+        index = next(i for i, t in enumerate(proto.graph.initializer) if t.name == name)
+        joined = np.concatenate([arrays[f"{name}_small"], arrays[f"{name}_large"]])
+        proto.graph.initializer[index].CopyFrom(onnx.numpy_helper.from_array(joined, name))
+    for node in proto.graph.node:
+        if node.op_type == "RotaryEmbedding":
+            node.input[1] = "/moved"
+    constants = {"threshold": THRESHOLD, "offset": moved}
+    nodes = [
+        onnx.helper.make_node(
+            "Constant", [], [f"/{name}"], value=onnx.numpy_helper.from_array(np.array(value))
+        )
+        for name, value in constants.items()
+    ]
+    nodes += [
+        onnx.helper.make_node("ReduceMax", [source], ["/longest"], name="/longest", keepdims=0),
+        onnx.helper.make_node("GreaterOrEqual", ["/longest", "/threshold"], ["/over"], name="/over"),
+        onnx.helper.make_node("Cast", ["/over"], ["/one"], to=onnx.TensorProto.INT64),
+        onnx.helper.make_node("Mul", ["/one", "/offset"], ["/by"]),
+        onnx.helper.make_node("Add", ["/by", "position_ids"], ["/moved"]),
     ]
     for node in reversed(nodes):
         proto.graph.node.insert(0, node)

@@ -71,7 +71,7 @@ def grouped(random: np.random.Generator, tokens: int, **options: Any) -> tuple[o
     return node, feed
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     packed=st.booleans(),
     rotary=st.sampled_from([0, HEAD_DIM // 2, HEAD_DIM // 4]),

@@ -1,5 +1,6 @@
 """S2, S3, E6: graphs with rotary tables for short and for long sequences, chosen by each sequence's own limit."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 import onnx_import
 from tests.onnx_import.reference import dense_attention, edited, model, runtime_logits
-from tests.onnx_import.tables_by_length import THRESHOLD, choose
+from tests.onnx_import.tables_by_length import THRESHOLD, choose, move_positions
 
 TOKENS = np.random.default_rng(3).integers(3, 320, 48).astype(np.int32)
 
@@ -32,9 +33,12 @@ def relative(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(actual - expected).max() / np.abs(expected).max())
 
 
-def test_S3_each_limit_takes_the_table_that_the_runtime_takes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "edit"), [("llama", choose), ("qwen3", move_positions)])
+def test_S3_each_limit_takes_the_table_that_the_runtime_takes(
+    tmp_path: Path, family: str, edit: Callable
+) -> None:
     """S2, S3: ONNX Runtime chooses by the batch's length; a sequence within its limit must get the same."""
-    folder = edited(model("cpu-fp32"), tmp_path / "copy", choose)
+    folder = edited(model("cpu-fp32", family), tmp_path / "copy", edit)
     decoder = load(folder)
     short, long = (runtime_logits(folder, TOKENS[:n]) for n in (THRESHOLD, THRESHOLD + 1))
     assert relative(logits(decoder, TOKENS[:THRESHOLD], THRESHOLD), short) < 1e-4
@@ -54,9 +58,12 @@ def test_S3_the_packed_form_chooses_alike(tmp_path: Path) -> None:
         assert difference.max() < 0.03
 
 
-def test_E6_a_sequence_is_not_moved_by_the_limits_of_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "edit"), [("llama", choose), ("qwen3", move_positions)])
+def test_E6_a_sequence_is_not_moved_by_the_limits_of_others(
+    tmp_path: Path, family: str, edit: Callable
+) -> None:
     """Two limits in one step: each token as if all had its own."""
-    decoder = load(edited(model("cpu-fp32"), tmp_path / "copy", choose))
+    decoder = load(edited(model("cpu-fp32", family), tmp_path / "copy", edit))
 
     def own_token(spec, query, key, value):  # type: ignore[no-untyped-def]
         return query, None
@@ -93,8 +100,16 @@ def test_S2_a_short_table_below_the_threshold_is_refused(tmp_path: Path) -> None
         constant = next(node for node in proto.graph.node if list(node.output) == ["/threshold"])
         constant.attribute[0].t.CopyFrom(onnx.numpy_helper.from_array(np.array(THRESHOLD + 1)))
 
-    with pytest.raises(onnx_import.UnsupportedGraph, match=r"LengthChoice.*chooses at 33 tokens"):
+    with pytest.raises(onnx_import.UnsupportedGraph, match=r"TablesByLength.*chooses at 33 tokens"):
         load(edited(model("cpu-fp32"), tmp_path / "copy", shrink))
+
+
+@pytest.mark.parametrize("options", [{"moved": 31}, {"source": "input_ids"}], ids=str)
+def test_S2_positions_moved_in_another_way_are_refused_by_name(tmp_path: Path, options: dict) -> None:
+    """An extreme over all packed tokens would let one sequence move another."""
+    edit = functools.partial(move_positions, **options)
+    with pytest.raises(onnx_import.UnsupportedGraph, match=r"\(node '/longest'\)"):
+        load(edited(model("cpu-fp32", "qwen3"), tmp_path / "copy", edit))
 
 
 def test_S2_limits_must_be_given_where_they_choose(tmp_path: Path) -> None:

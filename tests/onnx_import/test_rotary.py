@@ -1,7 +1,6 @@
 """S2, S3: rotary embedding and head splitting inside and outside the attention operators."""
 
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,7 @@ from onnx_import.graph import Node
 from onnx_import.ops import REGISTRY
 from onnx_import.ops.embedding import rotate
 from onnx_import.registry import Environment, resolve
+from tests.onnx_import.attention_edits import rotate_outside
 from tests.onnx_import.reference import (
     edited,
     logits,
@@ -70,30 +70,6 @@ def implicit_scale(proto: onnx.ModelProto) -> None:
     for node in proto.graph.node:
         if node.op_type == "GroupQueryAttention":
             set_attribute(node, "scale", 0.0)
-
-
-def rotate_outside(proto: onnx.ModelProto, op_type: str = "RotaryEmbedding", **attributes: Any) -> None:
-    """qwen3's query and key, rotated by an operator from position_ids instead of inside attention."""
-    nodes: list[onnx.NodeProto] = []
-    for node in proto.graph.node:
-        if node.op_type == "GroupQueryAttention":
-            for index, heads in ((0, 4), (1, 2)):
-                name = f"{node.name}/rotary_{index}"
-                nodes.append(
-                    onnx.helper.make_node(
-                        op_type, [node.input[index], "position_ids", "cos_cache", "sin_cache"],
-                        [name], name=name, domain="com.microsoft", **({"num_heads": heads} | attributes),
-                    )
-                )  # fmt: skip
-                node.input[index] = name
-            node.input[7] = node.input[8] = ""
-            set_attribute(node, "do_rotary", 0)
-        nodes.append(node)
-    del proto.graph.node[:]
-    proto.graph.node.extend(nodes)
-    shape = ["b", "s"] if op_type == "RotaryEmbedding" else [3, "b", "s"]
-    ids = onnx.helper.make_tensor_value_info("position_ids", onnx.TensorProto.INT64, shape)
-    proto.graph.input.append(ids)
 
 
 def without_heads(proto: onnx.ModelProto) -> None:
