@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import resource
 import statistics
 import sys
 import time
@@ -24,6 +23,7 @@ import numpy as np
 
 import jaxengine
 from benchmarks import report
+from benchmarks.memory import process_memory
 from benchmarks.turns import BenchmarkError, Contender, Work, started
 
 BLOCK_SIZE = 16
@@ -67,7 +67,7 @@ def make_commit(form: str, pool: Pool, rows: int, tokens: int) -> Work:
     jax.block_until_ready((pages, block_table, staged))
     analysis = program.lower(pages, block_table, (), staged, (), to).compile().memory_analysis()
     assert analysis is not None
-    resting = _memory("VmRSS")
+    resting = process_memory("VmRSS")
 
     def work(task: Mapping[str, Any]) -> dict[str, Any]:
         nonlocal pages, block_table
@@ -78,7 +78,7 @@ def make_commit(form: str, pool: Pool, rows: int, tokens: int) -> Work:
             pages, block_table, _ = result
         return {
             "seconds": seconds,
-            "peak_bytes": _memory("VmHWM"),
+            "peak_bytes": process_memory("VmHWM"),
             "resting_bytes": resting,
             "aliased_bytes": analysis.alias_size_in_bytes,
             "temporary_bytes": analysis.temp_size_in_bytes,
@@ -103,16 +103,6 @@ def _model_without_weights(pool: Pool, context: int) -> jaxengine.Model:
     decoder = Decoder(layers=layers, fixed=(), vocab_size=1, params={}, identity="", plan=nothing)
     config = FolderConfig("", 1, context, context, (), None, None, {}, ())
     return jaxengine.Model(decoder=decoder, config=config, path=Path(), programs=Programs(decoder))
-
-
-def _memory(field: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most so far. `getrusage` would count the parent's before exec."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    line = next(line for line in status.read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 def measure(arguments: argparse.Namespace) -> None:

@@ -7,7 +7,15 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks import decode_throughput, fairness, host_time, pool_scatter, report, weight_accuracy
+from benchmarks import (
+    decode_throughput,
+    fairness,
+    host_time,
+    load_memory,
+    pool_scatter,
+    report,
+    weight_accuracy,
+)
 from tests.onnx_import.reference import model
 
 FIGURE = (int, float)
@@ -17,6 +25,7 @@ MAINS = {
     "pool_scatter": (pool_scatter.main, ["--pool-mib", "1"]),
     "host_time": (host_time.main, []),
     "fairness": (fairness.main, ["--loads", "1"]),
+    "load_memory": (load_memory.main, ["--folder", str(model("cpu-int4"))]),
 }
 
 
@@ -148,6 +157,24 @@ def test_host_time(tmp_path, capsys):
         assert row["seconds"]["step"] >= max(row["seconds"][part] for part in ("plan", "execute", "commit"))
     check_figures(record["growth"], ("residents", "context", "waiting"))
     check_figures(record, ("share_of_model_step",))
+
+
+@pytest.mark.slow
+def test_load_memory(tmp_path, capsys):
+    record = run("load_memory", tmp_path, capsys, "--weights", "both", "--turns", "1")
+    assert record["settings"] == {"folder": "llama", "turns": 1}
+    exact, fast, peer = record["rows"]
+    names = [row["contender"] for row in record["rows"]]
+    assert names == ["jaxengine exact", "jaxengine fast", "ONNX Runtime"]
+    for row in record["rows"]:
+        check_figures(row, ("seconds", "peak_over_held", "time_ratio"))
+        assert len(row["turns"]) == 1
+        assert row["peak_bytes"] >= row["kept_bytes"] > 0
+        assert row["peak_over_held"] == row["peak_bytes"] / row["held_bytes"]
+    assert peer["time_ratio"] == 1
+    # Four bits a weight in the file, 32 and 8 in memory, beside tables that stay as they are.
+    file_bytes = (model("cpu-int4") / "model.onnx.data").stat().st_size
+    assert exact["held_bytes"] > fast["held_bytes"] > file_bytes
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 1.5])
