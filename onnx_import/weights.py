@@ -84,9 +84,8 @@ class WeightFiles:
         location = str(tensor.location)
         if location not in self._maps:
             if not path.is_file():
-                raise WeightError(
-                    f"Tensor {tensor.source!r} needs the data file {path}, which doesn't exist."
-                )
+                what = "is no file" if path.exists() else "doesn't exist"
+                raise WeightError(f"Tensor {tensor.source!r} needs the data file {path}, which {what}.")
             if path.stat().st_size == 0:
                 return np.empty(0, np.uint8)
             self._maps[location] = np.memmap(path, dtype=np.uint8, mode="r")

@@ -1,5 +1,6 @@
 """T2, case C19: a folder's configuration, whose every refusal is one sentence naming file and key."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -7,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 
 import onnx_import
-from tests.onnx_import.reference import model
+from tests.onnx_import.reference import edited, model
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -60,10 +62,46 @@ def test_case_C19_eos_only_in_the_generation_config(tmp_path: Path) -> None:
     assert any("generation_config.json" in note for note in config.notes)
 
 
-def test_case_C19_no_eos_anywhere_is_noted(tmp_path: Path) -> None:
-    config = config_with(tmp_path, put("model.eos_token_id", None))
+@pytest.mark.parametrize(
+    ("generation", "problem"),
+    [
+        ({"eos_token_id": 320}, "key 'eos_token_id' holds 320, outside the vocabulary of 320"),
+        ({"eos_token_id": "</s>"}, "key 'eos_token_id' should be a token id or a list of them, not '</s>'"),
+        ([], "should hold one JSON object"),
+    ],
+)
+def test_case_C19_a_bad_generation_config_is_named_itself(
+    tmp_path: Path, generation: Any, problem: str
+) -> None:
+    """Case C19: it is read where the model section has no end-of-sequence id, and only there."""
+    folder = folder_with(tmp_path, put("model.eos_token_id", None), generation)
+    with pytest.raises(onnx_import.FolderError, match=re.escape(problem)) as caught:
+        onnx_import.read_folder(folder)
+    assert str(folder / "generation_config.json") in str(caught.value)
+    plain = folder_with(tmp_path / "plain", put("model.eos_token_id", 2), generation)
+    assert onnx_import.read_folder(plain).config.eos_token_ids == (2,)
+
+
+@pytest.mark.parametrize("value", ["absent", [], "null"])
+def test_case_C19_no_eos_anywhere_is_noted(tmp_path: Path, value: Any) -> None:
+    def change(config: dict[str, Any]) -> None:
+        config["model"]["eos_token_id"] = None if value == "null" else value
+        if value == "absent":
+            del config["model"]["eos_token_id"]
+
+    config = config_with(tmp_path, change)
     assert config.eos_token_ids == ()
     assert any("model.eos_token_id" in note for note in config.notes)
+
+
+def test_case_C19_nothing_follows_from_the_models_type(tmp_path: Path) -> None:
+    """Case C19, H1: a wrong or unknown type changes neither what is read nor what is run."""
+    folder = folder_with(tmp_path, put("model.type", "whisper of the west"))
+    plain = onnx_import.read_folder(model("cpu-fp32"))
+    read = onnx_import.read_folder(folder)
+    assert read.config == dataclasses.replace(plain.config, model_type="whisper of the west")
+    assert read.manifest == plain.manifest
+    assert onnx_import.inspect_folder(read).unsupported == ()
 
 
 @pytest.mark.parametrize("value", [[3, 4], 320, -1])
@@ -165,7 +203,9 @@ def test_T2_missing_and_broken_folders(tmp_path: Path) -> None:
         assert str(tmp_path / name) in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"not an ONNX file", b"\x08\x0a"])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"not an ONNX file", b"version https://git-lfs.github.com/spec/v1\n", b"\x08\x0a"]
+)
 def test_T2_a_missing_or_unreadable_model_file(tmp_path: Path, content: bytes | None) -> None:
     folder = folder_with(tmp_path, put("search.max_length", 8))
     file = folder / "model.onnx"
@@ -186,6 +226,17 @@ def test_T2_a_model_file_that_no_path_leads_to(tmp_path: Path, name: str) -> Non
     folder = folder_with(tmp_path, put("model.decoder.filename", name))
     (folder / "loop.onnx").symlink_to("loop.onnx")
     with pytest.raises(onnx_import.FolderError, match=r"model file|readable ONNX file"):
+        onnx_import.read_folder(folder)
+
+
+@pytest.mark.parametrize("place", ["input", "output"])
+def test_T2_a_value_without_a_tensor_type_is_named(tmp_path: Path, place: str) -> None:
+    def change(proto: onnx.ModelProto) -> None:
+        getattr(proto.graph, place)[0].ClearField("type")
+
+    folder = edited(model("cpu-fp32"), tmp_path / "copy", change)
+    name = {"input": "input_ids", "output": "logits"}[place]
+    with pytest.raises(onnx_import.FolderError, match=f"model.onnx gives its value '{name}' no tensor type"):
         onnx_import.read_folder(folder)
 
 

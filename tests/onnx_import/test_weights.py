@@ -87,6 +87,41 @@ def test_case_C21_bad_references_are_refused_by_tensor(
     assert "final_norm" in refusal(folder)
 
 
+def test_case_C21_data_is_found_by_its_stored_location(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Case C21: beside the model, in folders below, and at odd offsets; whatever lies in the working directory."""
+    plain = model("cpu-fp32")
+    tensor = next(
+        t for t in onnx_import.read_folder(plain).graph.tensors.values() if "final_norm" in t.source
+    )
+    values = (plain / DATA).read_bytes()[tensor.offset : tensor.offset + tensor.length]
+
+    def change(proto: onnx.ModelProto) -> None:
+        entry("location", "below/further.bin")(proto)
+        entry("offset", "3")(proto)
+
+    folder = edited(plain, tmp_path / "model", change)
+    (folder / "below").mkdir()
+    (folder / "below" / "further.bin").write_bytes(b"odd" + values)
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "below").mkdir(parents=True)
+    (elsewhere / "below" / "further.bin").write_bytes(bytes(3 + len(values)))
+    (elsewhere / DATA).write_bytes(b"")
+    (elsewhere / "link").symlink_to(folder)
+    monkeypatch.chdir(elsewhere)
+    expected = logits(onnx_import.import_decoder(onnx_import.read_folder(plain)), TOKENS)
+    for path in (folder, Path("link"), Path("..") / "model"):
+        found = logits(onnx_import.import_decoder(onnx_import.read_folder(path)), TOKENS)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_case_C21_a_folder_in_the_place_of_data_is_named(folder: Path) -> None:
+    (folder / DATA).unlink()
+    (folder / DATA).mkdir()
+    assert f"needs the data file {folder / DATA}, which is no file" in refusal(folder)
+
+
 def test_case_C21_an_offset_that_is_no_number_is_refused(tmp_path: Path) -> None:
     folder = edited(model("cpu-fp32"), tmp_path / "model", entry("offset", "many"))
     assert "isn't an integer" in refusal(folder)
