@@ -1,5 +1,6 @@
 """A decoder as a pure function: parameters and tokens in, logits and staged keys and values out."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -10,6 +11,7 @@ import numpy as np
 
 from onnx_import.errors import UnsupportedGraph
 from onnx_import.folder import FolderConfig
+from onnx_import.lazy import LazyArray
 from onnx_import.model_folder import ModelFolder
 from onnx_import.plan import Plan, PlannedCall, make_plan, survey
 from onnx_import.protocols import Attention, AttentionSpec, FixedSpec, FixedState, Step
@@ -21,6 +23,10 @@ WeightMode = Literal["exact", "fast"]
 
 _MISFITS = (TypeError, ValueError, LookupError, ArithmeticError)
 """What operators raise for shapes or types that don't fit: an axis or a size that isn't there, a division by none."""
+_RELEASE_AFTER = 1 << 24
+"""Bytes made between two releases of the file's pages: touching a page anew costs time, and keeping it memory."""
+_ALIGNMENT = 64
+"""Bytes; what XLA aligns its buffers to on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -154,14 +160,41 @@ def import_decoder(folder: ModelFolder, weights: WeightMode = "exact") -> Decode
 
 
 def load_params(plan: Plan, files: WeightFiles) -> dict[str, Any]:
-    """Build the parameters one at a time, so that one tensor at most exists twice in host memory."""
-    return {key: _load(weight, files) for key, weight in plan.weights.items()}
+    """Build the parameters one array at a time, so that one at most exists twice in host memory."""
+    params = {key: _load(weight, files) for key, weight in plan.weights.items()}
+    files.release(plan.tensors)  # once more: reading a tensor also maps pages of its neighbours
+    return params
 
 
 def _load(weight: WeightPlan, files: WeightFiles) -> Any:
-    built = weight.build(*(files.read(tensor) for tensor in weight.sources))
-    # A copy always: arrays that alias the mapped file would change, or fault, when the file does.
-    return jax.tree.map(lambda array: jnp.array(array, copy=True).block_until_ready(), built)
+    def load(array: np.ndarray | LazyArray) -> jax.Array:
+        copy = _aligned(array.shape, array.dtype)
+        if isinstance(array, LazyArray):
+            made = 0
+            for rows, piece in array.pieces():
+                copy[rows] = piece
+                made += piece.nbytes
+                if made > _RELEASE_AFTER:
+                    files.release(weight.sources)
+                    made = 0
+        else:
+            copy[...] = array
+        files.release(weight.sources)
+        return jax.device_put(copy).block_until_ready()
+
+    return jax.tree.map(load, weight.build(*(files.read(tensor) for tensor in weight.sources)))
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Room for a copy, which is made always: what aliased the mapped file would change, or fault, when the file does.
+
+    It is aligned as XLA wants it, so that on a CPU the device's array is the copy itself; JAX's own copying may go
+    through a second one and keep that for a while.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    room = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % _ALIGNMENT
+    return room[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def _dry_run(plan: Plan, folder: ModelFolder) -> tuple[Plan, tuple[AttentionSpec, ...], int]:

@@ -97,7 +97,7 @@ def survey(graph: Graph, manifest: DecoderManifest) -> Survey:
         found: list[str] = []
         fixed = _fixed_state(node, operator, states, found)
         layer = layers.get(node.outputs[0], -1)
-        call = resolve(operator, node, graph.tensors, layer, fixed, found, folded)
+        call = resolve(operator, node, graph.tensors, layer, found, folded, fixed)
         if not found and operator.check is not None:
             found += operator.check(call, constants(operator, node, graph))
         problems += found

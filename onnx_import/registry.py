@@ -182,9 +182,9 @@ def resolve(
     node: Node,
     tensors: Mapping[str, Tensor],
     layer: int,
-    fixed: FixedSpec | None,
     problems: list[str],
     folded: Collection[str] = (),
+    fixed: FixedSpec | None = None,
 ) -> Call:
     """Check a node against its operator, appending every problem found, and fill in defaults.
 

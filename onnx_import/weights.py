@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import mmap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -42,7 +43,7 @@ class WeightFiles:
 
     def __init__(self, graph: Graph) -> None:
         self._folder = graph.file.parent
-        self._maps: dict[str, np.memmap] = {}
+        self._maps: dict[str, mmap.mmap] = {}
 
     def check(self, tensors: Iterable[Tensor]) -> None:
         """Raise WeightError for the first tensor whose bytes aren't all there; reads no data."""
@@ -58,6 +59,14 @@ class WeightFiles:
         if tensor.dtype.name in PACKED_TYPES:
             return tensor.view(_unpacked(data, tensor))
         return tensor.view(data.view(tensor.dtype))
+
+    def release(self, tensors: Iterable[Tensor]) -> None:
+        """Let the system take back the memory behind these tensors; views stay valid and read the file anew."""
+        for tensor in tensors:
+            mapped = self._maps.get(tensor.location or "")
+            if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+                start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
+                mapped.madvise(mmap.MADV_DONTNEED, start, tensor.offset + tensor.length - start)
 
     def paths(self, tensors: Iterable[Tensor]) -> tuple[Path, ...]:
         """The data files that these tensors live in, sorted."""
@@ -88,8 +97,9 @@ class WeightFiles:
                 raise WeightError(f"Tensor {tensor.source!r} needs the data file {path}, which {what}.")
             if path.stat().st_size == 0:
                 return np.empty(0, np.uint8)
-            self._maps[location] = np.memmap(path, dtype=np.uint8, mode="r")
-        return self._maps[location]
+            with path.open("rb") as file:
+                self._maps[location] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return np.frombuffer(self._maps[location], np.uint8)
 
 
 def _unpacked(data: np.ndarray, tensor: Tensor) -> np.ndarray:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onnx_import.graph import Tensor
+from onnx_import.lazy import LazyArray
 from onnx_import.registry import (
     FLOATS,
     NUMBERS,
@@ -52,17 +53,21 @@ def dense_struct(rows: int, columns: int, dtype: np.dtype) -> DenseWeight:
     return DenseWeight(tuple(jax.ShapeDtypeStruct((size, columns, _WIDTH), dtype) for size in sizes), rows)
 
 
-def dense_weight(weight: np.ndarray) -> DenseWeight:
-    """Lay a matrix [out, in] out as column blocks."""
+def dense_weight(weight: np.ndarray | LazyArray) -> DenseWeight:
+    """Lay a matrix [out, in] out as column blocks, each part made from its own rows when it is read."""
     rows, columns = weight.shape
-    parts: list[np.ndarray] = []
-    start = 0
+    parts: list[LazyArray] = []
+    first = 0
     for part in dense_struct(rows, columns, weight.dtype).parts:
-        piece = weight[start : start + part.shape[0] * _WIDTH]
-        padded = np.zeros((part.shape[0] * _WIDTH, columns), weight.dtype)
-        padded[: len(piece)] = piece
-        parts.append(np.ascontiguousarray(padded.reshape(part.shape[0], _WIDTH, columns).transpose(0, 2, 1)))
-        start += part.shape[0] * _WIDTH
+
+        def blocks(start: int, stop: int, first: int = first) -> np.ndarray:
+            piece = weight[(first + start) * _WIDTH : (first + stop) * _WIDTH]
+            padded = np.zeros(((stop - start) * _WIDTH, columns), weight.dtype)
+            padded[: len(piece)] = piece
+            return np.ascontiguousarray(padded.reshape(-1, _WIDTH, columns).transpose(0, 2, 1))
+
+        parts.append(LazyArray(part.shape, weight.dtype, blocks))
+        first += part.shape[0]
     return DenseWeight(tuple(parts), rows)
 
 

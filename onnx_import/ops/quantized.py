@@ -5,7 +5,7 @@ Two ways to hold such a weight. *Exact*: dequantised block by block to a float m
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onnx_import.graph import Tensor
+from onnx_import.lazy import LazyArray
 from onnx_import.ops.matmul import contract, dense_struct, dense_weight
 from onnx_import.ops.packing import BITS, BLOCK_SIZES, dequantise, packed_bytes
 from onnx_import.registry import (
@@ -63,21 +64,34 @@ def integer_matmul(x: jax.Array, weight: QuantisedWeight) -> jax.Array:
 
 def quantise_rows(weight: np.ndarray) -> QuantisedWeight:
     """Round a float [out, in] matrix to int8 with one scale an output row."""
-    peak = np.abs(weight).max(axis=1)
-    scale = np.where(peak > 0, peak / 127, 1).astype(np.float32)
-    codes = np.round(weight / scale[:, None]).astype(np.int8)
+    scale = _row_scales(weight)
+    return QuantisedWeight(codes=_row_codes(weight, scale), scale=scale)
+
+
+def _quantised(weight: LazyArray) -> QuantisedWeight:
+    """The same of a matrix that is never whole in memory: its rows are made twice, for the scales and the codes."""
+    scale = np.concatenate([_row_scales(piece) for _, piece in weight.pieces()])
+    codes = LazyArray(
+        weight.shape,
+        np.dtype(np.int8),
+        lambda start, stop: _row_codes(weight[start:stop], scale[start:stop]),
+    )
     return QuantisedWeight(codes=codes, scale=scale)
+
+
+def _row_scales(weight: np.ndarray) -> np.ndarray:
+    peak = np.abs(weight).max(axis=1)
+    return np.where(peak > 0, peak / 127, 1).astype(np.float32)
+
+
+def _row_codes(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    return np.round(weight / scale[:, None]).astype(np.int8)
 
 
 def _matmul_weights(call: Call, tensors: Mapping[str, Tensor], mode: str) -> Mapping[str, WeightPlan]:
     rows, columns = call.attributes["N"], call.attributes["K"]
-    read = partial(
-        dequantise,
-        bits=call.attributes["bits"],
-        block_size=call.attributes["block_size"],
-        rows=rows,
-        columns=columns,
-    )
+    sizes = {"bits": call.attributes["bits"], "block_size": call.attributes["block_size"]}
+    read = partial(_by_rows, rows, columns, partial(dequantise, **sizes, columns=columns))
     sources = tuple(tensors[name] for name in ("B", "scales", "zero_points") if name in tensors)
     key = f"{'+'.join(source.key for source in sources)}:{call.attributes['bits']}x{call.attributes['block_size']}"
     if mode == "fast":
@@ -85,9 +99,21 @@ def _matmul_weights(call: Call, tensors: Mapping[str, Tensor], mode: str) -> Map
             codes=jax.ShapeDtypeStruct((rows, columns), jnp.int8),
             scale=jax.ShapeDtypeStruct((rows,), jnp.float32),
         )
-        return {"B": WeightPlan(f"{key}:int8", fast, sources, lambda *arrays: quantise_rows(read(*arrays)))}
+        return {"B": WeightPlan(f"{key}:int8", fast, sources, lambda *arrays: _quantised(read(*arrays)))}
     dense = dense_struct(rows, columns, tensors["scales"].dtype)
     return {"B": WeightPlan(f"{key}:dense", dense, sources, lambda *arrays: dense_weight(read(*arrays)))}
+
+
+def _by_rows(
+    rows: int, columns: int, read: Callable[..., np.ndarray], data: np.ndarray, *others: np.ndarray
+) -> LazyArray:
+    """The matrix behind codes, scales and zero points, each of whose rows depends on that row of theirs only."""
+    parts = [array.reshape(rows, -1) for array in (data, *others)]
+
+    def made(start: int, stop: int) -> np.ndarray:
+        return read(*(part[start:stop] for part in parts), rows=stop - start)
+
+    return LazyArray((rows, columns), others[0].dtype, made)
 
 
 def _matmul_run(call: Call, args: Arguments, env: Environment) -> tuple[jax.Array]:
@@ -128,7 +154,7 @@ def check_zero_points(
         yield from check_size(call, tensors, name, packed if tensors[name].dtype == np.uint8 else blocks)
 
 
-_CODES = frozenset(("uint8",))
+_CODE_TYPES = frozenset(("uint8",))
 
 OPERATORS = (
     Operator(
@@ -137,9 +163,9 @@ OPERATORS = (
         1,
         (
             Input("A"),
-            Input("B", Role.WEIGHT, dtypes=_CODES),
+            Input("B", Role.WEIGHT, dtypes=_CODE_TYPES),
             Input("scales", Role.WEIGHT),
-            Input("zero_points", Role.WEIGHT, optional=True, dtypes=FLOATS | _CODES),
+            Input("zero_points", Role.WEIGHT, optional=True, dtypes=FLOATS | _CODE_TYPES),
             Input("g_idx", Role.REFUSED),
             Input("bias", optional=True),
         ),

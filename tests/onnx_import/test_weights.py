@@ -2,18 +2,22 @@
 
 import dataclasses
 import os
+import re
 import shutil
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 import onnx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
 import onnx_import
+from onnx_import import lazy
 from onnx_import.decoder import load_params
 from onnx_import.plan import make_plan, survey
 from onnx_import.registry import WeightPlan
@@ -143,34 +147,98 @@ def test_S4_data_inside_the_graph_gives_the_same_logits(folder: Path) -> None:
     np.testing.assert_array_equal(logits(inside, TOKENS), logits(outside, TOKENS))
 
 
-@pytest.mark.parametrize("weights", ["exact", "fast"])
-def test_S4_one_tensor_at_a_time_exists_twice(weights: onnx_import.WeightMode) -> None:
-    """S4: while a parameter is built, at most the host array behind the one before is left.
+PIECE = 64 * 64 * 2
+"""Elements of two blocks of these models' widest products."""
 
-    JAX lets go of an array that it copied from when it is called next, hence the one.
+
+@pytest.mark.parametrize(
+    ("form", "weights"), [("cpu-fp32", "exact"), ("cpu-int4", "exact"), ("cpu-int4", "fast")]
+)
+def test_S4_a_weight_is_made_piece_by_piece(
+    monkeypatch: pytest.MonkeyPatch, form: str, weights: onnx_import.WeightMode
+) -> None:
+    """S4: while a piece is made the one before is left at most, and no piece is longer than asked; all else is a view.
+
+    The parameters are those of the arrays made in one go.
     """
-    folder = onnx_import.read_folder(model("cpu-int4"))
+    monkeypatch.setattr(lazy, "_PIECE", PIECE)
+    folder = onnx_import.read_folder(model(form))
     plan = make_plan(folder.graph, folder.manifest, survey(folder.graph, folder.manifest), weights)
-    alive: list[weakref.ref] = []
-    largest = max(len(jax.tree.leaves(weight.struct)) for weight in plan.weights.values())
+    files = WeightFiles(folder.graph)
+    made: list[weakref.ref] = []
+    lazy_leaves = 0
 
-    def watched(weight: WeightPlan) -> WeightPlan:
-        def build(*arrays: np.ndarray) -> Any:
-            assert sum(ref() is not None for ref in alive) <= largest, weight.key
-            built = jax.tree.map(np.copy, weight.build(*arrays))
-            alive.extend(weakref.ref(array) for array in jax.tree.leaves(built))
-            return built
+    def watched(leaf: np.ndarray | lazy.LazyArray) -> np.ndarray | lazy.LazyArray:
+        if not isinstance(leaf, lazy.LazyArray):
+            assert not leaf.flags.owndata or leaf.nbytes < 4 * PIECE
+            return leaf
 
-        return dataclasses.replace(weight, build=build)
+        nonlocal lazy_leaves
+        lazy_leaves += 1
 
-    plan = dataclasses.replace(plan, weights={key: watched(weight) for key, weight in plan.weights.items()})
-    params = load_params(plan, WeightFiles(folder.graph))
+        def rows(start: int, stop: int) -> np.ndarray:
+            assert sum(ref() is not None for ref in made) <= 1
+            piece = np.copy(leaf[start:stop])
+            assert piece.size <= max(PIECE, piece[:1].size)
+            made.append(weakref.ref(piece))
+            return piece
+
+        return lazy.LazyArray(leaf.shape, leaf.dtype, rows)
+
+    def watching(weight: WeightPlan) -> WeightPlan:
+        return dataclasses.replace(weight, build=lambda *arrays: jax.tree.map(watched, weight.build(*arrays)))
+
+    watching_plan = dataclasses.replace(plan, weights={key: watching(w) for key, w in plan.weights.items()})
+    params = load_params(watching_plan, files)
     assert params.keys() == plan.weights.keys()
-    assert len(alive) == len(jax.tree.leaves(params))
-    shapes = jax.tree.map(lambda array: (array.shape, array.dtype), params)
-    assert shapes == jax.tree.map(
-        lambda struct: (struct.shape, struct.dtype), {k: w.struct for k, w in plan.weights.items()}
-    )
+    assert len(made) > lazy_leaves > 0
+    for key, weight in plan.weights.items():
+        whole = jax.tree.map(np.asarray, weight.build(*(files.read(tensor) for tensor in weight.sources)))
+        shapes = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), params[key])
+        assert shapes == weight.struct
+        jax.tree.map(np.testing.assert_array_equal, params[key], whole)
+
+
+@given(
+    arrays.arrays(np.int32, arrays.array_shapes(min_dims=1, max_dims=3, min_side=0, max_side=9)),
+    st.integers(1, 30),
+)
+def test_S4_pieces_are_the_array(whole: np.ndarray, piece: int) -> None:
+    """S4: of any shape, empty ones too; in order, without a gap."""
+    array = lazy.LazyArray(whole.shape, whole.dtype, lambda start, stop: whole[start:stop])
+    copy = np.full_like(whole, -1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lazy, "_PIECE", piece)
+        pieces = list(array.pieces())
+    for rows, part in pieces:
+        copy[rows] = part
+    assert sum(len(part) for _, part in pieces) == len(whole)
+    assert all(part.size <= max(piece, part[:1].size) for _, part in pieces)
+    np.testing.assert_array_equal(copy, whole)
+    np.testing.assert_array_equal(np.asarray(array), whole)
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists(), reason="reads how many pages are mapped from Linux's /proc"
+)
+def test_S4_a_loaded_model_keeps_no_page_of_its_file(folder: Path) -> None:
+    """S4: what was read of the file is given back, and can be read again."""
+    read = onnx_import.read_folder(folder)
+    plan = make_plan(read.graph, read.manifest, survey(read.graph, read.manifest), "exact")
+    files = WeightFiles(read.graph)
+    tensor = max(plan.tensors, key=lambda tensor: tensor.nbytes)
+    view = files.read(tensor)
+    before = view.copy()
+    assert resident_bytes(folder / DATA) >= tensor.nbytes
+    load_params(plan, files)
+    assert resident_bytes(folder / DATA) == 0
+    np.testing.assert_array_equal(view, before)
+
+
+def resident_bytes(file: Path) -> int:
+    """Bytes of a mapped file that are in this process's memory."""
+    sections = Path("/proc/self/smaps").read_text().split(f" {file}\n")[1:]
+    return sum(int(re.search(r"Rss: +(\d+) kB", section)[1]) * 1024 for section in sections)  # type: ignore[index]
 
 
 def test_weights_outlive_the_file(folder: Path) -> None:
