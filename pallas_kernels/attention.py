@@ -13,7 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tiles import QueryTiles, first_key_tile
+from pallas_kernels.tiles import QueryTiles, windowed_key_tiles
 
 KEY_TILE = 128
 """Positions of one key tile, whatever the block size, so that the block size does not change the arithmetic."""
@@ -37,8 +37,9 @@ def paged_attention(
 ) -> jax.Array:
     """Causal attention of packed rows over their committed pages and their staged tokens.
 
-    A window skips key tiles that no query sees and hides the other keys behind it; neither changes a bit, because a
-    hidden key adds zero and leaves the running maximum as it is.
+    With a window each query tile begins its walk at the first key tile that it sees, so that the context before costs
+    nothing; the other keys behind the window are hidden. Neither changes a bit, because a hidden key adds zero and
+    leaves the running maximum as it is.
 
     Args:
         query: float[tokens, num_heads, head_dim]; rotary already applied.
@@ -72,11 +73,13 @@ def paged_attention(
     query_position = jnp.where(lanes < tiles.num_queries[:, None], first_position[:, None] + lanes, -1)
     query_position = jnp.tile(query_position, (1, max(group, 2 // tile_size)))[:, None, :, None]
     key_end = (first_position + tiles.num_queries)[:, None]
-    start = 0 if window is None else first_key_tile(tiles, window, KEY_TILE)
+    first_tile, num_key_tiles = jnp.zeros(1, jnp.int32), tiles.num_key_tiles
+    if window is not None:
+        first_tile, num_key_tiles = windowed_key_tiles(tiles, window, KEY_TILE)
 
     def walk(nth: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         best, output = carry
-        position = nth * KEY_TILE + jnp.arange(KEY_TILE)
+        position = (first_tile[:, None] + nth) * KEY_TILE + jnp.arange(KEY_TILE)
         keys, values, hole = _read_tile(position, staged, pages, block_table, tiles, tile_size)
         # Slots that nothing has written may hold NaN: they are selected away, not multiplied by zero.
         written = (position < key_end) & ~hole
@@ -89,9 +92,10 @@ def paged_attention(
         scores = jnp.einsum("tkqd,tksd->tkqs", picked, keys, preferred_element_type=jnp.float32)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        seen = (position <= query_position) & ~hole[:, None, None, :]
+        key_position = position[:, None, None, :]
+        seen = (key_position <= query_position) & ~hole[:, None, None, :]
         if window is not None:
-            seen &= position > query_position - window
+            seen &= key_position > query_position - window
         scores = jnp.where(seen, scores, -jnp.inf)
         best_now = jnp.maximum(best, scores.max(axis=-1, keepdims=True))
         finite = jnp.where(jnp.isneginf(best_now), 0.0, best_now)
@@ -107,7 +111,7 @@ def paged_attention(
         of_query = jnp.pad(of_query, ((0, 0), (0, queries - group * tile_size)))
         best = jnp.broadcast_to(of_query[:, :, None], best.shape)
         output = output.at[..., -1].set(1.0)
-    _, output = jax.lax.fori_loop(start, tiles.num_key_tiles, walk, (best, output))
+    _, output = jax.lax.fori_loop(0, num_key_tiles, walk, (best, output))
     total = output[..., -1:]
     output = (output[..., :-1] / jnp.where(total == 0.0, 1.0, total))[:, :, : group * tile_size]
     output = output.reshape(num_tiles, num_kv_heads, group, tile_size, head_dim).transpose(0, 3, 1, 2, 4)
@@ -132,7 +136,11 @@ def _read_tile(
     tiles: QueryTiles,
     tile_size: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys and values float32[tiles, kv_heads, KEY_TILE, head_dim] at `position`, and bool[tiles, KEY_TILE] holes."""
+    """Reads key tiles at `position`, int32[tiles or 1, KEY_TILE].
+
+    Returns:
+        Keys and values float32[tiles, kv_heads, KEY_TILE, head_dim], and bool[tiles, KEY_TILE] holes.
+    """
     num_blocks, _, num_kv_heads, block_size, head_dim = pages.shape
     past = tiles.past[:, None]
     column = jnp.minimum(position // block_size, block_table.shape[1] - 1)

@@ -95,8 +95,13 @@ def make_query_tiles(
     )
 
 
-def first_key_tile(tiles: QueryTiles, window: int, key_tile: int) -> jax.Array:
-    """Returns int32[], the first tile of `key_tile` positions of which some query sees a key in its `window`."""
+def windowed_key_tiles(tiles: QueryTiles, window: int, key_tile: int) -> tuple[jax.Array, jax.Array]:
+    """Returns which tiles of `key_tile` positions hold keys that a query sees in its `window`.
+
+    Returns:
+        int32[tiles], the first one of each query tile, and int32[], how many at most from there on.
+    """
     first_position = tiles.past + tiles.start - tiles.row_start
-    needed = jnp.maximum(first_position - window + 1, 0) // key_tile
-    return jnp.where(tiles.num_queries > 0, needed, tiles.num_key_tiles).min()
+    first = jnp.maximum(first_position - window + 1, 0) // key_tile
+    last = (first_position + tiles.num_queries - 1) // key_tile
+    return first, jnp.where(tiles.num_queries > 0, last + 1 - first, 0).max()

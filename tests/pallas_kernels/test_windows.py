@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from pallas_kernels import KEY_TILE, make_query_tiles
-from pallas_kernels.tiles import first_key_tile
+from pallas_kernels.tiles import windowed_key_tiles
 from tests.pallas_kernels.ragged import (
     Extras,
     Geometry,
@@ -141,8 +141,8 @@ def test_J5_case_C5_a_window_that_holds_the_sequence_changes_no_bit(rows, seed, 
 
 @settings(max_examples=50)
 @given(rows=ragged_rows(), window=st.integers(1, 2**31 - 1) | st.integers(1, 500))
-def test_J5_the_walk_begins_at_the_first_key_tile_that_a_query_needs(rows, window):
-    """A windowed layer does not pay for the context before its windows."""
+def test_J5_each_walk_begins_at_the_first_key_tile_that_its_row_needs(rows, window):
+    """A windowed layer does not pay for the context before its windows, whatever the other rows' positions are."""
     past, count = (np.array([getattr(row, name) for row in rows]) for name in ("past", "count"))
     tiles = make_query_tiles(
         np.arange(len(rows), dtype=np.int32),
@@ -153,5 +153,15 @@ def test_J5_the_walk_begins_at_the_first_key_tile_that_a_query_needs(rows, windo
         padded_tiles=SHAPE.tiles,
         padded_tokens=SHAPE.tokens,
     )
-    needed = min(max(0, row.past - window + 1) for row in rows) // KEY_TILE
-    assert first_key_tile(tiles, window, KEY_TILE) == needed
+    seen = [
+        {
+            key // KEY_TILE
+            for position in range(row.past, row.past + row.count)
+            for key in (max(0, position - window + 1), position)
+        }
+        for row in rows
+    ]
+    first, most = windowed_key_tiles(tiles, window, KEY_TILE)
+    # No row has more queries than a tile, so there is a tile a row.
+    assert first[: len(rows)].tolist() == [min(keys) for keys in seen]
+    assert most == max(max(keys) + 1 - min(keys) for keys in seen)
