@@ -122,15 +122,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 def engine_logits(model: Model, ids: np.ndarray) -> np.ndarray:
     """The engine's float32[positions, vocab], a step a token; raises CommandError for a prompt that it refuses."""
-    tokens = len(ids) + 1
+    tokens = len(ids) + 1  # the engine takes no prompt without room for an answer
+    if tokens > model.config.context_length:
+        raise CommandError(
+            f"the prompt has {len(ids)} tokens; give at most {model.config.context_length - 1}, one less than the "
+            "model's context"
+        )
     config = EngineConfig(
         max_batch_size=1, chunk_size=1, num_blocks=-(-tokens // BLOCK_SIZE), block_size=BLOCK_SIZE
     )
     try:
-        state, request_id = create_request(init_state(model, config), RequestOptions())
+        # A limit of its own length: some graphs choose by it how they rotate, as ONNX Runtime does by the prompt's.
+        options = RequestOptions(max_session_tokens=tokens)
+        state, request_id = create_request(init_state(model, config), options)
         state, _ = begin_turn(state, request_id, ids.tolist(), TurnOptions())
     except ValueError as error:
-        raise CommandError(f"the prompt is refused: {error}") from error
+        raise CommandError(f"the engine refuses the prompt: {error}") from error
     rows = []
     for position in range(len(ids)):
         try:
