@@ -154,7 +154,7 @@ def check_zero_points(
         yield from check_size(call, tensors, name, packed if tensors[name].dtype == np.uint8 else blocks)
 
 
-_CODE_TYPES = frozenset(("uint8",))
+_CODES = frozenset(("uint8",))
 
 OPERATORS = (
     Operator(
@@ -163,9 +163,9 @@ OPERATORS = (
         1,
         (
             Input("A"),
-            Input("B", Role.WEIGHT, dtypes=_CODE_TYPES),
+            Input("B", Role.WEIGHT, dtypes=_CODES),
             Input("scales", Role.WEIGHT),
-            Input("zero_points", Role.WEIGHT, optional=True, dtypes=FLOATS | _CODE_TYPES),
+            Input("zero_points", Role.WEIGHT, optional=True, dtypes=FLOATS | _CODES),
             Input("g_idx", Role.REFUSED),
             Input("bias", optional=True),
         ),
