@@ -108,41 +108,39 @@ def _clashes(config: DecoderConfig, groups: Sequence[StateGroup]) -> Iterator[st
 
 
 def _found(group: StateGroup, graph: Graph, problems: list[str]) -> StateGroup:
-    """The group with its tensors; what doesn't fit is left out and told."""
+    """The group with its tensors; what doesn't fit is left out and told.
+
+    Of a dense `paged_kv` that no file declares nothing is told: its names are a guess, its storage is the caller's, and
+    whether each layer has its attention is the plan's to say.
+    """
     tensors: list[StateTensor] = []
     faults: list[str] = []
-    missing: list[tuple[str, str, int]] = []
+    missing: dict[str, list[tuple[str, int]]] = {"input": [], "output": []}
     for layer in group.layer_ids:
-        pairs = list(group.names.of_layer(layer))
-        if group.derived and not any(past in graph.inputs for past, _ in pairs):
-            continue  # nobody named it; the plan tells when a layer lacks its attention
-        for past, present in pairs:
+        for past, present in group.names.of_layer(layer):
             if past not in graph.inputs:
-                missing.append(("input", past, layer))
+                missing["input"].append((past, layer))
             elif present not in graph.outputs:
-                missing.append(("output", present, layer))
+                missing["output"].append((present, layer))
             else:
                 dtype, shape = graph.inputs[past]
                 tensor = StateTensor(group.kind, layer, past, present, dtype, shape[1:])
                 found = list(_tensor_problems(tensor, graph.inputs[past], graph.outputs[present]))
                 faults += found
-                if not found:
-                    tensors.append(tensor)
-    problems += faults[:_MOST_TOLD]
-    if len(faults) > _MOST_TOLD:
-        problems.append(
-            f"the state group {group.kind!r} has {len(faults) - _MOST_TOLD} more faults of this kind"
-        )
-    for kind in ("input", "output"):
-        absent = [(name, layer) for what, name, layer in missing if what == kind]
-        if absent:
-            more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
-            problems.append(
-                f"the graph has no {kind} {absent[0][0]!r}, which the state group {group.kind!r} names for "
-                f"layer {absent[0][1]}{more}"
-            )
-    if group.kind == PAGED:
-        problems += _uneven(tensors, graph)
+                tensors += [] if found else [tensor]
+    if not (group.derived and group.kind == PAGED):
+        problems += faults[:_MOST_TOLD]
+        if len(faults) > _MOST_TOLD:
+            rest = len(faults) - _MOST_TOLD
+            problems.append(f"the state group {group.kind!r} has {rest} more faults of this kind")
+        for kind, absent in missing.items():
+            for name, layer in absent[:1]:
+                more = f" (and {len(absent) - 1} more)" if len(absent) > 1 else ""
+                problems.append(
+                    f"the graph has no {kind} {name!r}, which the state group {group.kind!r} names for "
+                    f"layer {layer}{more}"
+                )
+        problems += _uneven(tensors, graph) if group.kind == PAGED else ()
     return replace(group, tensors=tuple(tensors))
 
 

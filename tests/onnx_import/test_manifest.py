@@ -93,6 +93,20 @@ def test_H2_without_groups_they_follow_from_the_graph(owners: Owners) -> None:
     assert all(repr(kind) in note for note in found.notes for kind in owners)
 
 
+def test_H2_the_guessed_names_of_a_dense_cache_bind_nobody() -> None:
+    """H2: without a manifest, other names and element types are for the operators to judge; fixed state is not."""
+    of = graph(HYBRID)
+    for name in [*of.inputs, *of.outputs]:
+        if "key" in name or "value" in name:
+            put(name, "uint8", None, 2, None, None)({}, of)
+    drop("present.1.value")({}, of)
+    found = manifest(section(), of)
+    assert (found.problems, found.state_groups[0].tensors) == ((), ())
+    drop("present.0.conv")({}, of)
+    (problem,) = manifest(section(), of).problems
+    assert "the graph has no output 'present.0.conv'" in problem
+
+
 def test_H2_the_cache_has_the_type_of_its_first_key() -> None:
     groups = manifest(section(HYBRID), graph(HYBRID)).state_groups
     assert [group.dtype for group in groups] == [np.float16, np.float16, np.float32]
