@@ -5,7 +5,7 @@ input, an element type) is a named problem, never ignored.
 """
 
 import enum
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -99,7 +99,9 @@ class Environment:
     """What a step gives to operators besides their inputs.
 
     `limits` int32 [tokens] is how many tokens each token's sequence may come to hold, or None where nobody said.
-    `staged` and `staged_fixed` collect what the callables hand back, by attention layer and by fixed state's name.
+    `staged` and `staged_fixed` collect what the callables hand back, by attention layer and by fixed state's name;
+    `evidence` collects what must not depend on how many tokens are packed: the sizes that calls combine along and the
+    folded values that they compute with.
     """
 
     positions: jax.Array
@@ -108,10 +110,12 @@ class Environment:
     limits: jax.Array | None = None
     staged: dict[int, Any] = field(default_factory=dict)
     staged_fixed: dict[str, Any] = field(default_factory=dict)
+    evidence: dict[str, Any] = field(default_factory=dict)
 
 
 Arguments = Mapping[str, Any]
 Results = tuple[jax.Array | np.ndarray | None, ...]
+Combines = Callable[[Call, Arguments], Iterable[int]]
 Run = Callable[[Call, Arguments, Environment], Results]
 
 
@@ -123,7 +127,8 @@ class Operator:
     leaves out are consumed by another's plan); `outputs` are the outputs that `run` can fill, `caches` those after
     them that belong to the caller; `key_cache` is the index of the input that names an attention's keys, `state` of the
     one that names a fixed state; `batched` operators want a batch axis in front of the tokens. Outputs of one
-    `of_shapes` follow from its inputs' shapes alone.
+    `of_shapes` follow from its inputs' shapes alone. `combines` gives the sizes of the axes along which elements meet,
+    or are told apart by their place.
     """
 
     domain: str
@@ -140,6 +145,7 @@ class Operator:
     weights: Callable[[Call, Mapping[str, Tensor], str], Mapping[str, WeightPlan]] | None = None
     check: Callable[[Call, Mapping[str, Tensor]], Iterator[str]] | None = None
     of_shapes: bool = False
+    combines: Combines | None = None
 
     def inputs_of(self, node: Node) -> tuple[Input, ...]:
         """One rule for each input that this node may have, the variadic one repeated."""

@@ -40,11 +40,9 @@ CAST_TARGETS: dict[int, np.dtype] = {
     onnx.TensorProto.UINT32: np.dtype(np.uint32),
     onnx.TensorProto.BOOL: np.dtype(np.bool_),
 }
-_CAST_ATTRIBUTES = {
-    # Both matter for 8-bit floats alone, which no value here has.
-    "saturate": Attribute(1, only=(0, 1)),
-    "round_mode": Attribute("up", only=("up", "down", "nearest")),
-}
+# Both matter for 8-bit floats alone, which no value here has.
+_SATURATE = {"saturate": Attribute(1, only=(0, 1))}
+_ROUND = {**_SATURATE, "round_mode": Attribute("up", only=("up", "down", "nearest"))}
 
 
 def in_float32(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
@@ -146,6 +144,8 @@ _FLOAT_FUNCTIONS = (
     ("Cos", 7, jnp.cos),
 )
 
+_CASTED = Input("input", dtypes=TENSORS)
+
 OPERATORS = (
     _binary("Add", 7, jnp.add),
     _binary("Sub", 7, jnp.subtract),
@@ -208,20 +208,16 @@ OPERATORS = (
         {},
         _clip_by_inputs,
     ),
-    Operator(
-        "",
-        "Cast",
-        9,
-        (Input("input", dtypes=TENSORS),),
-        {"to": Attribute(only=tuple(CAST_TARGETS)), **_CAST_ATTRIBUTES},
-        _cast,
+    *(
+        Operator(
+            "", "Cast", since, (_CASTED,), {"to": Attribute(only=tuple(CAST_TARGETS)), **attributes}, _cast
+        )
+        for since, attributes in ((6, {}), (19, _SATURATE), (24, _ROUND))
     ),
-    Operator(
-        "",
-        "CastLike",
-        15,
-        (Input("input", dtypes=TENSORS), Input("target_type", dtypes=TENSORS)),
-        _CAST_ATTRIBUTES,
-        _cast_like,
+    *(
+        Operator(
+            "", "CastLike", since, (_CASTED, Input("target_type", dtypes=TENSORS)), attributes, _cast_like
+        )
+        for since, attributes in ((15, {}), (19, _SATURATE), (24, _ROUND))
     ),
 )

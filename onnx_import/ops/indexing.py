@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from onnx_import.graph import Tensor
-from onnx_import.ops.shapes import static
+from onnx_import.ops.shapes import sizes_along, static
 from onnx_import.registry import (
     INTEGERS,
     NUMBERS,
@@ -66,6 +66,11 @@ def _gather_nd(call: Call, args: Arguments, env: Environment) -> Results:
 
 def _places(indices: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
     return tuple(_wrapped(indices[..., i], shape[i]) for i in range(indices.shape[-1]))
+
+
+def _indexed_sizes(call: Call, args: Arguments) -> Iterator[int]:
+    first = call.attributes.get("batch_dims", 0)
+    return iter(args["data"].shape[first : first + args["indices"].shape[-1]])
 
 
 def _scatter_nd(call: Call, args: Arguments, env: Environment) -> Results:
@@ -129,12 +134,39 @@ _TOP_INPUTS = (Input("X", dtypes=NUMBERS), static("K"))
 _AXIS: dict[str, Any] = {"axis": Attribute(0)}
 
 OPERATORS = (
-    Operator("", "Gather", 1, (_any("data"), _INDICES), _AXIS, _gather),
-    Operator("", "GatherElements", 11, (_any("data"), _INDICES), _AXIS, _gather_elements),
-    Operator("", "GatherND", 11, (_any("data"), _INDICES), {"batch_dims": Attribute(0)}, _gather_nd),
+    Operator("", "Gather", 1, (_any("data"), _INDICES), _AXIS, _gather, combines=sizes_along("data")),
+    Operator(
+        "",
+        "GatherElements",
+        11,
+        (_any("data"), _INDICES),
+        _AXIS,
+        _gather_elements,
+        combines=sizes_along("data"),
+    ),
+    Operator(
+        "",
+        "GatherND",
+        11,
+        (_any("data"), _INDICES),
+        {"batch_dims": Attribute(0)},
+        _gather_nd,
+        combines=_indexed_sizes,
+    ),
     *(
-        Operator("", name, since, (_any("data"), _INDICES, _any("updates")), {**axis, **reduction}, run)
-        for name, run, axis in (("ScatterND", _scatter_nd, {}), ("ScatterElements", _scatter_elements, _AXIS))
+        Operator(
+            "",
+            name,
+            since,
+            (_any("data"), _INDICES, _any("updates")),
+            {**axis, **reduction},
+            run,
+            combines=sizes,
+        )
+        for name, run, axis, sizes in (
+            ("ScatterND", _scatter_nd, {}, _indexed_sizes),
+            ("ScatterElements", _scatter_elements, _AXIS, sizes_along("data")),
+        )
         for since, reduction in (
             (11, {}),
             (16, {"reduction": Attribute("none", only=("none", "add", "mul"))}),
@@ -149,8 +181,18 @@ OPERATORS = (
         {"axis": Attribute(-1), "k": Attribute()},
         _top_k,
         outputs=(0, 1),
+        combines=sizes_along("X"),
     ),
-    Operator("", "TopK", 10, _TOP_INPUTS, {"axis": Attribute(-1)}, _top_k, outputs=(0, 1)),
+    Operator(
+        "",
+        "TopK",
+        10,
+        _TOP_INPUTS,
+        {"axis": Attribute(-1)},
+        _top_k,
+        outputs=(0, 1),
+        combines=sizes_along("X"),
+    ),
     Operator(
         "",
         "TopK",
@@ -164,6 +206,7 @@ OPERATORS = (
         },
         _top_k,
         outputs=(0, 1),
+        combines=sizes_along("X"),
     ),
 )
 

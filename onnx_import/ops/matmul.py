@@ -174,6 +174,7 @@ OPERATORS = (
         {},
         _matmul,
         weights=_matmul_weights,
+        combines=lambda call, args: args["A"].shape[-1:],
     ),
     Operator(
         "",
@@ -188,5 +189,6 @@ OPERATORS = (
         },
         _gemm,
         weights=_gemm_weights,
+        combines=lambda call, args: args["A"].shape[:1] if call.attributes["transA"] else args["A"].shape[1:],
     ),
 )

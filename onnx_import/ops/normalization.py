@@ -3,10 +3,13 @@
 Layer and RMS normalisation take the axes from `axis` on as one; the second stage, scale and bias, works in X's dtype.
 """
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 
 from onnx_import.ops.reductions import sum_axes
+from onnx_import.ops.shapes import sizes_along
 from onnx_import.registry import Arguments, Attribute, Call, Environment, Input, Operator, Results
 
 
@@ -19,6 +22,10 @@ def _mean_over(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
 def _axes_from(call: Call, rank: int) -> tuple[int, ...]:
     return tuple(range(call.attributes["axis"] % rank, rank))
+
+
+def _normalised_sizes(call: Call, args: Arguments) -> Iterable[int]:
+    return args["X"].shape[call.attributes["axis"] :]
 
 
 def _layer(call: Call, args: Arguments, env: Environment) -> Results:
@@ -66,9 +73,18 @@ OPERATORS = (
         (Input("X"), Input("Scale"), Input("B", optional=True)),
         _ATTRIBUTES,
         _layer,
+        combines=_normalised_sizes,
         outputs=(0, 1, 2),
     ),
-    Operator("", "RMSNormalization", 23, (Input("X"), Input("scale")), _ATTRIBUTES, _rms),
+    Operator(
+        "",
+        "RMSNormalization",
+        23,
+        (Input("X"), Input("scale")),
+        _ATTRIBUTES,
+        _rms,
+        combines=_normalised_sizes,
+    ),
     Operator(
         "",
         "LpNormalization",
@@ -76,5 +92,6 @@ OPERATORS = (
         (Input("input"),),
         {"axis": Attribute(-1), "p": Attribute(2, only=(1, 2))},
         _lp,
+        combines=sizes_along("input"),
     ),
 )

@@ -5,7 +5,7 @@ row's bits don't depend on the number of rows. Extremes and integer sums have no
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from onnx_import.ops.norm import sum_last
-from onnx_import.ops.shapes import axes_of, static
+from onnx_import.ops.shapes import axes_of, sizes_along, static
 from onnx_import.registry import (
     NUMBERS,
     TENSORS,
@@ -33,12 +33,29 @@ def sum_axes(x: jax.Array, axes: tuple[int, ...], keepdims: bool = True) -> jax.
     """Sum over axes in x's dtype; floats are added in float32 in an order that other axes' sizes don't change."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return jnp.sum(x, axes, dtype=x.dtype, keepdims=keepdims)
+    rows, shape = _rows(x, axes, keepdims)
+    return sum_last(rows.astype(jnp.float32)).astype(x.dtype).reshape(shape)
+
+
+def largest(x: jax.Array, axes: tuple[int, ...], keepdims: bool = True) -> jax.Array:
+    """Largest float over axes of at least one element, NaN where there is one.
+
+    Picked by its index: XLA on CPU fuses a plain maximum with the exponential that often follows, and then computes
+    that by other instructions, whose last bit changes with the number of rows.
+    """
+    rows, shape = _rows(x, axes, keepdims)
+    return jnp.take_along_axis(rows, jnp.argmax(rows, 1, keepdims=True), 1).reshape(shape)
+
+
+def _rows(x: jax.Array, axes: tuple[int, ...], keepdims: bool) -> tuple[jax.Array, list[int]]:
+    """x [rest, reduced], and the shape of the reduced array."""
     axes = tuple(sorted(axis % x.ndim for axis in axes))
     kept = tuple(axis for axis in range(x.ndim) if axis not in axes)
     width = math.prod(x.shape[axis] for axis in axes)
     rows = x.transpose(kept + axes).reshape(math.prod(x.shape[axis] for axis in kept), width)
-    shape = [1 if axis in axes else size for axis, size in enumerate(x.shape) if keepdims or axis in kept]
-    return sum_last(rows.astype(jnp.float32)).astype(x.dtype).reshape(shape)
+    return rows, [
+        1 if axis in axes else size for axis, size in enumerate(x.shape) if keepdims or axis in kept
+    ]
 
 
 def _mean_axes(x: jax.Array, axes: tuple[int, ...], keepdims: bool) -> jax.Array:
@@ -54,10 +71,12 @@ def _extreme(reduce: Callable[..., jax.Array], sign: int) -> Reduce:
     def run(x: jax.Array, axes: tuple[int, ...], keepdims: bool) -> jax.Array:
         if x.dtype == jnp.bool_:
             initial: bool | float = sign < 0
-        elif jnp.issubdtype(x.dtype, jnp.floating):
-            initial = -sign * np.inf
-        else:
+        elif not jnp.issubdtype(x.dtype, jnp.floating):
             initial = int(np.iinfo(x.dtype).min if sign > 0 else np.iinfo(x.dtype).max)
+        elif x.size:
+            return largest(x, axes, keepdims) if sign > 0 else -largest(-x, axes, keepdims)
+        else:
+            initial = -sign * np.inf
         return reduce(x, axes, keepdims=keepdims, initial=initial)
 
     return run
@@ -65,28 +84,35 @@ def _extreme(reduce: Callable[..., jax.Array], sign: int) -> Reduce:
 
 def _reducer(reduce: Reduce) -> Callable[[Call, Arguments, Environment], Results]:
     def run(call: Call, args: Arguments, env: Environment) -> Results:
-        """data reduced over the axes; over all where none are given, unless noop_with_empty_axes=1."""
-        data, axes = args["data"], axes_of(call)
-        if not axes:
-            axes = () if call.attributes.get("noop_with_empty_axes") else tuple(range(data.ndim))
-        if not axes:
-            return (data,)
-        return (reduce(data, axes, bool(call.attributes["keepdims"])),)
+        data, axes = args["data"], _reduced_axes(call, args)
+        return (reduce(data, axes, bool(call.attributes["keepdims"])) if axes else data,)
 
     return run
+
+
+def _reduced_axes(call: Call, args: Arguments) -> tuple[int, ...]:
+    """The axes that the node names; all where it names none, unless noop_with_empty_axes=1."""
+    axes = axes_of(call)
+    if axes or call.attributes.get("noop_with_empty_axes"):
+        return axes or ()
+    return tuple(range(args["data"].ndim))
+
+
+def _reduced_sizes(call: Call, args: Arguments) -> Iterator[int]:
+    return (args["data"].shape[axis] for axis in _reduced_axes(call, args))
 
 
 def softmax(x: jax.Array, axis: int) -> jax.Array:
     """exp(x - max) / sum(exp(x - max)) along an axis, in float32, in x's dtype."""
     wide = x.astype(jnp.float32)
-    weights = jnp.exp(wide - jnp.max(wide, axis, keepdims=True))
+    weights = jnp.exp(wide - largest(wide, (axis,)))
     return (weights / sum_axes(weights, (axis,))).astype(x.dtype)
 
 
 def _log_softmax(x: jax.Array, axis: int) -> jax.Array:
     """x - max - log(sum(exp(x - max))) along an axis, in float32, in x's dtype."""
     wide = x.astype(jnp.float32)
-    shifted = wide - jnp.max(wide, axis, keepdims=True)
+    shifted = wide - largest(wide, (axis,))
     return (shifted - jnp.log(sum_axes(jnp.exp(shifted), (axis,)))).astype(x.dtype)
 
 
@@ -100,6 +126,10 @@ def _over_rest(call: Call, args: Arguments, env: Environment, function: Callable
     axis = axis + x.ndim if axis < 0 else axis
     rows = x.reshape(math.prod(x.shape[:axis]), math.prod(x.shape[axis:]))
     return (function(rows, 1).reshape(x.shape),)
+
+
+def _rest_sizes(call: Call, args: Arguments) -> Iterable[int]:
+    return args["input"].shape[call.attributes["axis"] :]
 
 
 def _cumulative_sum(call: Call, args: Arguments, env: Environment) -> Results:
@@ -124,8 +154,16 @@ def _reductions(op_type: str, input_since: int, reduce: Reduce) -> tuple[Operato
     """Both forms: axes as an attribute, and as an input from `input_since` on."""
     data, run = Input("data", dtypes=TENSORS), _reducer(reduce)
     return (
-        Operator("", op_type, 1, (data,), _BY_ATTRIBUTE, run),
-        Operator("", op_type, input_since, (data, static("axes", optional=True)), _BY_INPUT, run),
+        Operator("", op_type, 1, (data,), _BY_ATTRIBUTE, run, combines=_reduced_sizes),
+        Operator(
+            "",
+            op_type,
+            input_since,
+            (data, static("axes", optional=True)),
+            _BY_INPUT,
+            run,
+            combines=_reduced_sizes,
+        ),
     )
 
 
@@ -136,10 +174,19 @@ OPERATORS = (
     *_reductions("ReduceMin", 18, _extreme(jnp.min, -1)),
     *(
         Operator(
-            "", name, since, (Input("input"),), {"axis": Attribute(axis)}, partial(run, function=function)
+            "",
+            name,
+            since,
+            (Input("input"),),
+            {"axis": Attribute(axis)},
+            partial(run, function=function),
+            combines=sizes,
         )
         for name, function in (("Softmax", softmax), ("LogSoftmax", _log_softmax))
-        for since, axis, run in ((1, 1, _over_rest), (13, -1, _along))
+        for since, axis, run, sizes in (
+            (1, 1, _over_rest, _rest_sizes),
+            (13, -1, _along, sizes_along("input")),
+        )
     ),
     Operator(
         "",
@@ -148,5 +195,6 @@ OPERATORS = (
         (Input("x", dtypes=NUMBERS), static("axis")),
         {"exclusive": Attribute(0, only=(0, 1)), "reverse": Attribute(0, only=(0, 1))},
         _cumulative_sum,
+        combines=lambda call, args: (args["x"].shape[call.statics["axis"][0]],),
     ),
 )

@@ -19,6 +19,7 @@ from onnx_import.registry import (
     Arguments,
     Attribute,
     Call,
+    Combines,
     Environment,
     Input,
     Operator,
@@ -46,10 +47,19 @@ def axes_of(call: Call) -> tuple[int, ...] | None:
     return None if axes is None else tuple(axes)
 
 
+def sizes_along(name: str) -> Combines:
+    """The size of an input's axis that the attribute `axis` names."""
+    return lambda call, args: (args[name].shape[call.attributes["axis"]],)
+
+
+def _concat_sizes(call: Call, args: Arguments) -> Iterator[int]:
+    return (x.shape[call.attributes["axis"]] for x in args.values())
+
+
 def _reshape(call: Call, args: Arguments, env: Environment) -> Results:
     """data to the target shape: 0 copies the size at the same place unless allowzero=1, -1 takes what is left."""
     data, target = args["data"], call.statics["shape"]
-    if not call.attributes["allowzero"]:
+    if not call.attributes.get("allowzero"):
         target = tuple(data.shape[i] if size == 0 else size for i, size in enumerate(target))
     return (data.reshape(target),)
 
@@ -104,31 +114,54 @@ def _split_check(call: Call, tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 def _slice(call: Call, args: Arguments, env: Environment) -> Results:
     """Start, end and step by axis, counted and clamped as Python's slices are."""
-    data = args["data"]
+    return (args["data"][tuple(_slices(call, args["data"].ndim))],)
+
+
+def _slices(call: Call, rank: int) -> list[slice]:
     given: Mapping[str, Any] = {**call.attributes, **call.statics}
     starts, ends = given["starts"], given["ends"]
     axes = given.get("axes") or range(len(starts))
     steps = given.get("steps") or (1,) * len(starts)
-    index = [slice(None)] * data.ndim
+    slices = [slice(None)] * rank
     for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
-        index[axis] = slice(start, end, step)
-    return (data[tuple(index)],)
+        slices[axis] = slice(start, end, step)
+    return slices
+
+
+def _sliced_sizes(call: Call, args: Arguments) -> Iterator[int]:
+    shape = args["data"].shape
+    pairs = zip(shape, _slices(call, len(shape)), strict=True)
+    return (size for size, cut in pairs if cut.indices(size) != (0, size, 1))
 
 
 def _tile(call: Call, args: Arguments, env: Environment) -> Results:
     return (jnp.tile(args["input"], call.statics["repeats"]),)
 
 
+def _tiled_sizes(call: Call, args: Arguments) -> Iterator[int]:
+    pairs = zip(args["input"].shape, call.statics["repeats"], strict=True)
+    return (size for size, repeats in pairs if repeats != 1 and size != 1)
+
+
 def _pad(call: Call, args: Arguments, env: Environment) -> Results:
     """data with pads = [begin of each axis, ..., end of each axis] elements of a constant, 0 where absent."""
-    data, pads = args["data"], call.statics["pads"]
-    axes = call.statics.get("axes", tuple(range(data.ndim)))
-    widths = [(0, 0, 0)] * data.ndim
+    data, value = args["data"], args["constant_value"]
+    value = jnp.zeros((), data.dtype) if value is None else value.reshape(())
+    return (jax.lax.pad(data, value, _widths(call, data.ndim)),)
+
+
+def _widths(call: Call, rank: int) -> list[tuple[int, int, int]]:
+    pads = call.statics["pads"]
+    axes = call.statics.get("axes", tuple(range(rank)))
+    widths = [(0, 0, 0)] * rank
     for i, axis in enumerate(axes):
         widths[axis] = (pads[i], pads[i + len(axes)], 0)
-    value = args["constant_value"]
-    value = jnp.zeros((), data.dtype) if value is None else value.reshape(())
-    return (jax.lax.pad(data, value, widths),)
+    return widths
+
+
+def _padded_sizes(call: Call, args: Arguments) -> Iterator[int]:
+    pairs = zip(args["data"].shape, _widths(call, args["data"].ndim), strict=True)
+    return (size for size, width in pairs if any(width))
 
 
 def _trilu(call: Call, args: Arguments, env: Environment) -> Results:
@@ -143,7 +176,9 @@ def _identity(call: Call, args: Arguments, env: Environment) -> Results:
 
 def _shape(call: Call, args: Arguments, env: Environment) -> Results:
     """Sizes int32 [n] of the axes from start to end, in packed form."""
-    return (np.array(args["data"].shape[call.attributes["start"] : call.attributes["end"]], np.int32),)
+    return (
+        np.array(args["data"].shape[call.attributes.get("start") : call.attributes.get("end")], np.int32),
+    )
 
 
 def _size(call: Call, args: Arguments, env: Environment) -> Results:
@@ -180,11 +215,12 @@ def _operator(
     return Operator("", op_type, since, inputs, attributes or {}, run, **more)
 
 
-_PARTS = {"outputs": tuple(range(_MOST_PARTS)), "check": _split_check}
+_PARTS = {"outputs": tuple(range(_MOST_PARTS)), "check": _split_check, "combines": sizes_along("input")}
 
 OPERATORS = (
+    _operator("Reshape", 5, (_any("data"), static("shape")), _reshape),
     _operator(
-        "Reshape", 5, (_any("data"), static("shape")), _reshape, {"allowzero": Attribute(0, only=(0, 1))}
+        "Reshape", 14, (_any("data"), static("shape")), _reshape, {"allowzero": Attribute(0, only=(0, 1))}
     ),
     _operator("Transpose", 1, (_any("data"),), _transpose, {"perm": Attribute(None)}),
     _operator("Squeeze", 1, (_any("data"),), _squeeze, {"axes": Attribute(None)}),
@@ -193,7 +229,14 @@ OPERATORS = (
     _operator("Unsqueeze", 13, (_any("data"), static("axes")), _unsqueeze),
     _operator("Flatten", 1, (_any("input"),), _flatten, {"axis": Attribute(1)}),
     _operator("Expand", 8, (_any("input"), static("shape")), _expand),
-    _operator("Concat", 4, (Input("inputs", dtypes=TENSORS, variadic=True),), _concat, {"axis": Attribute()}),
+    _operator(
+        "Concat",
+        4,
+        (Input("inputs", dtypes=TENSORS, variadic=True),),
+        _concat,
+        {"axis": Attribute()},
+        combines=_concat_sizes,
+    ),
     _operator(
         "Split", 2, (_any("input"),), _split, {"axis": Attribute(0), "split": Attribute(None)}, **_PARTS
     ),
@@ -219,6 +262,7 @@ OPERATORS = (
         (_any("data"),),
         _slice,
         {"starts": Attribute(), "ends": Attribute(), "axes": Attribute(None)},
+        combines=_sliced_sizes,
     ),
     _operator(
         "Slice",
@@ -231,8 +275,9 @@ OPERATORS = (
             static("steps", optional=True),
         ),
         _slice,
+        combines=_sliced_sizes,
     ),
-    _operator("Tile", 6, (_any("input"), static("repeats")), _tile),
+    _operator("Tile", 6, (_any("input"), static("repeats")), _tile, combines=_tiled_sizes),
     _operator(
         "Pad",
         11,
@@ -244,6 +289,7 @@ OPERATORS = (
         ),
         _pad,
         {"mode": Attribute("constant", only=("constant",))},
+        combines=_padded_sizes,
     ),
     _operator(
         "Trilu",
@@ -251,11 +297,13 @@ OPERATORS = (
         (_any("input"), static("k", optional=True)),
         _trilu,
         {"upper": Attribute(1, only=(0, 1))},
+        combines=lambda call, args: args["input"].shape[-2:],
     ),
     _operator("Identity", 1, (_any("input"),), _identity),
+    _operator("Shape", 1, (_any("data"),), _shape, of_shapes=True),
     _operator(
         "Shape",
-        1,
+        15,
         (_any("data"),),
         _shape,
         {"start": Attribute(0), "end": Attribute(None)},

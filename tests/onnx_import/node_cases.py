@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import onnx
 
-from onnx_import.decoder import run_calls
 from onnx_import.folding import folded_values
 from onnx_import.graph import Graph, graph_of
 from onnx_import.ops import WHOLE
 from onnx_import.plan import constants, plan_call
 from onnx_import.registry import TENSORS, Environment, Role, WeightPlan, resolve
+from onnx_import.running import run_calls
 
 CLAIMED = frozenset(op_type for domain, op_type in WHOLE._table if not domain)
 """Standard operators that the importer implements."""

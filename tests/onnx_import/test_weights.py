@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as arrays
 
 import onnx_import
 from onnx_import import lazy
-from onnx_import.decoder import load_params
+from onnx_import.loading import load_params
 from onnx_import.plan import make_plan, survey
 from onnx_import.registry import WeightPlan
 from onnx_import.weights import WeightFiles
