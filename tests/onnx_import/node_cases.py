@@ -111,6 +111,12 @@ def check(cases: Sequence[Any], *, constant_operands: bool = False) -> dict[str,
     return wrong
 
 
+def run(model: onnx.ModelProto, feed: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+    """The outputs of a graph."""
+    function, inputs = _prepared(model, {name: _array(value) for name, value in feed.items()}, ())
+    return [np.asarray(result) for result in jax.jit(function, compiler_options=_QUICK)(inputs)]
+
+
 def _compare(result: np.ndarray, expected: np.ndarray, rtol: float, atol: float) -> None:
     assert result.dtype == expected.dtype, f"type {result.dtype}, expected {expected.dtype}"
     assert result.shape == expected.shape, f"shape {result.shape}, expected {expected.shape}"
