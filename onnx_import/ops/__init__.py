@@ -39,7 +39,6 @@ _OPERATORS = (
     *multi_head.OPERATORS,
     *norm.OPERATORS,
     *normalization.OPERATORS,
-    *onnx_attention.OPERATORS,
     *quantized.OPERATORS,
     *recurrence.OPERATORS,
     *reductions.OPERATORS,
@@ -48,7 +47,7 @@ _OPERATORS = (
     *tables.OPERATORS,
 )
 
-REGISTRY = Registry(_OPERATORS)
+REGISTRY = Registry((*_OPERATORS, *onnx_attention.OPERATORS))
 """What a decoder may use, whose activations hold the tokens of all requests."""
 
 WHOLE = Registry((*_OPERATORS, *indexing.CACHE_OPERATORS, *dense_attention.OPERATORS))

@@ -10,6 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 
+from onnx_import.ops.elementwise import CAST_TARGETS
 from tests.onnx_import.node_cases import Refused, run
 
 X = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
@@ -60,6 +61,22 @@ def test_S2_older_forms_agree_with_onnx_runtime(
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     for ours, theirs in zip(run(model, {"x": X}), session.run(None, {"x": X}), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("source", CAST_TARGETS.values(), ids=str)
+@pytest.mark.parametrize("target", CAST_TARGETS, ids=lambda kind: onnx.TensorProto.DataType.Name(kind))
+def test_S2_casts_between_all_types_agree_with_numpy(source: np.dtype, target: int) -> None:
+    """Values that both types hold: beyond these ONNX leaves the result open."""
+    values = np.array([0, 1, 1.75, 3, 100]) if source.kind in "fV" else np.array([0, 1, 3, 100])
+    x = values.astype(source)
+    cast = onnx.helper.make_node("Cast", ["x"], ["y"], to=target)
+    kind = onnx.helper.np_dtype_to_tensor_dtype(source)
+    value = onnx.helper.make_tensor_value_info("x", kind, x.shape)
+    graph = onnx.helper.make_graph([cast], "one", [value], [onnx.helper.make_empty_tensor_value_info("y")])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)])
+    (result,) = run(model, {"x": x})
+    assert result.dtype == CAST_TARGETS[target]
+    np.testing.assert_array_equal(result, x.astype(CAST_TARGETS[target]))
 
 
 def test_S2_a_squeeze_by_attribute_drops_axes_of_one() -> None:
