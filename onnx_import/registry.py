@@ -17,7 +17,8 @@ from onnx_import.protocols import Attention, FixedSpec, FixedState
 
 FLOATS = frozenset(("float32", "float16", "bfloat16"))
 INTEGERS = frozenset(("int32", "int64"))
-NUMBERS = FLOATS | INTEGERS | frozenset(("bfloat16", "int8", "int16", "uint8", "uint16", "uint32"))
+FLOATING = FLOATS | frozenset(("bfloat16",))
+NUMBERS = FLOATING | INTEGERS | frozenset(("int8", "int16", "uint8", "uint16", "uint32"))
 """Element types that standard operators take: whatever JAX holds without its 64-bit mode (int64 as int32)."""
 TENSORS = NUMBERS | frozenset(("bool",))
 REQUIRED = object()

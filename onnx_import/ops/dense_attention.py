@@ -18,7 +18,7 @@ from onnx_import.graph import Tensor
 from onnx_import.ops.elementwise import CAST_TARGETS
 from onnx_import.ops.reductions import sum_axes
 from onnx_import.registry import (
-    FLOATS,
+    FLOATING,
     INTEGERS,
     Arguments,
     Attribute,
@@ -136,12 +136,12 @@ def _check(call: Call, tensors: Mapping[str, Tensor]) -> Iterator[str]:
 
 
 _INPUTS = (
-    Input("Q"),
-    Input("K"),
-    Input("V"),
-    Input("attn_mask", optional=True, dtypes=FLOATS | frozenset(("bool",))),
-    Input("past_key", optional=True),
-    Input("past_value", optional=True),
+    Input("Q", dtypes=FLOATING),
+    Input("K", dtypes=FLOATING),
+    Input("V", dtypes=FLOATING),
+    Input("attn_mask", optional=True, dtypes=FLOATING | frozenset(("bool",))),
+    Input("past_key", optional=True, dtypes=FLOATING),
+    Input("past_value", optional=True, dtypes=FLOATING),
     Input("nonpad_kv_seqlen", optional=True, dtypes=INTEGERS),
 )
 _ATTRIBUTES = {

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 
 from onnx_import.registry import (
+    FLOATING,
     NUMBERS,
     TENSORS,
     Arguments,
@@ -172,7 +173,7 @@ OPERATORS = (
     _operator(
         "SwiGLU",
         28,
-        (Input("A"), Input("B")),
+        (Input("A", dtypes=FLOATING), Input("B", dtypes=FLOATING)),
         lambda a, b, alpha: _swish(a, alpha) * b,
         {"alpha": Attribute(1.0)},
     ),

@@ -15,7 +15,7 @@ import numpy as np
 from onnx_import.graph import Tensor
 from onnx_import.lazy import LazyArray
 from onnx_import.registry import (
-    FLOATS,
+    FLOATING,
     NUMBERS,
     Arguments,
     Attribute,
@@ -131,7 +131,7 @@ def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def _weight(tensor: Tensor | None, *, transposed: bool) -> dict[str, WeightPlan]:
     """The plan of a constant B [in, out], or [out, in] where transposed; none unless it is a float matrix."""
-    if tensor is None or len(tensor.shape) != 2 or tensor.dtype.name not in FLOATS:
+    if tensor is None or len(tensor.shape) != 2 or tensor.dtype.name not in FLOATING:
         return {}
     tensor = tensor if transposed else tensor.transpose()
     rows, columns = tensor.shape
@@ -180,7 +180,11 @@ OPERATORS = (
         "",
         "Gemm",
         7,
-        (Input("A"), Input("B", Role.OPERAND), Input("C", optional=True)),
+        (
+            Input("A", dtypes=FLOATING),
+            Input("B", Role.OPERAND, dtypes=FLOATING),
+            Input("C", optional=True, dtypes=FLOATING),
+        ),
         {
             "alpha": Attribute(1.0),
             "beta": Attribute(1.0),

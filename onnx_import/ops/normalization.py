@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from onnx_import.ops.reductions import sum_axes
 from onnx_import.ops.shapes import sizes_along
-from onnx_import.registry import Arguments, Attribute, Call, Environment, Input, Operator, Results
+from onnx_import.registry import FLOATING, Arguments, Attribute, Call, Environment, Input, Operator, Results
 
 
 def _mean_over(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -57,6 +57,10 @@ def _lp(call: Call, args: Arguments, env: Environment) -> Results:
     return (jnp.where(norm == 0, 0, wide / jnp.where(norm == 0, 1, norm)).astype(args["input"].dtype),)
 
 
+def _floats(name: str) -> Input:
+    return Input(name, dtypes=FLOATING)
+
+
 _EPSILON = 9.999999747378752e-06
 """The definition's 1e-5 as a float32."""
 _ATTRIBUTES = {
@@ -70,7 +74,7 @@ OPERATORS = (
         "",
         "LayerNormalization",
         17,
-        (Input("X"), Input("Scale"), Input("B", optional=True)),
+        (_floats("X"), _floats("Scale"), Input("B", optional=True, dtypes=FLOATING)),
         _ATTRIBUTES,
         _layer,
         combines=_normalised_sizes,
@@ -80,7 +84,7 @@ OPERATORS = (
         "",
         "RMSNormalization",
         23,
-        (Input("X"), Input("scale")),
+        (_floats("X"), _floats("scale")),
         _ATTRIBUTES,
         _rms,
         combines=_normalised_sizes,
@@ -89,7 +93,7 @@ OPERATORS = (
         "",
         "LpNormalization",
         1,
-        (Input("input"),),
+        (_floats("input"),),
         {"axis": Attribute(-1), "p": Attribute(2, only=(1, 2))},
         _lp,
         combines=sizes_along("input"),

@@ -15,6 +15,7 @@ import numpy as np
 from onnx_import.ops.norm import sum_last
 from onnx_import.ops.shapes import axes_of, sizes_along, static
 from onnx_import.registry import (
+    FLOATING,
     NUMBERS,
     TENSORS,
     Arguments,
@@ -177,7 +178,7 @@ OPERATORS = (
             "",
             name,
             since,
-            (Input("input"),),
+            (Input("input", dtypes=FLOATING),),
             {"axis": Attribute(axis)},
             partial(run, function=function),
             combines=sizes,

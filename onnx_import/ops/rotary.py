@@ -3,7 +3,17 @@
 import jax.numpy as jnp
 
 from onnx_import.ops.embedding import rotate
-from onnx_import.registry import INTEGERS, Arguments, Attribute, Call, Environment, Input, Operator, Results
+from onnx_import.registry import (
+    FLOATING,
+    INTEGERS,
+    Arguments,
+    Attribute,
+    Call,
+    Environment,
+    Input,
+    Operator,
+    Results,
+)
 
 
 def _run(call: Call, args: Arguments, env: Environment) -> Results:
@@ -41,9 +51,9 @@ OPERATORS = (
         "RotaryEmbedding",
         23,
         (
-            Input("X"),
-            Input("cos_cache"),
-            Input("sin_cache"),
+            Input("X", dtypes=FLOATING),
+            Input("cos_cache", dtypes=FLOATING),
+            Input("sin_cache", dtypes=FLOATING),
             Input("position_ids", optional=True, dtypes=INTEGERS),
         ),
         {

@@ -5,6 +5,7 @@ ONNX's own node tests know the newest form of each operator only.
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime
@@ -126,3 +127,33 @@ def test_S2_a_constant_past_32_bits_is_refused_by_name() -> None:
     model.graph.initializer[0].CopyFrom(onnx.numpy_helper.from_array(np.array([2**31], np.int64), "two"))
     with pytest.raises(Refused, match="integers in A 'two' that don't fit 32 bits"):
         run(model, {})
+
+
+@pytest.mark.parametrize(
+    ("op_type", "weight", "attributes"),
+    [
+        ("MatMul", (4, 5), {}),
+        ("Gemm", (5, 4), {"transB": 1, "alpha": 0.5}),
+        ("LayerNormalization", (4,), {}),
+        ("RMSNormalization", (4,), {}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_S2_narrow_weights_give_the_float32_result_rounded(
+    op_type: str, weight: tuple[int, ...], attributes: dict[str, Any], dtype: type
+) -> None:
+    """Sums are taken in float32; a result differs by the few roundings of its own type."""
+    random = np.random.default_rng(1)
+    x, w = (random.standard_normal(shape).astype(dtype) for shape in ((3, 4), weight))
+
+    def result(kind: type) -> np.ndarray:
+        model = one_node(op_type, 23, ["x", "w"], 1, **attributes)
+        elem_type = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(kind))
+        model.graph.input[0].CopyFrom(onnx.helper.make_tensor_value_info("x", elem_type, x.shape))
+        model.graph.initializer.append(onnx.numpy_helper.from_array(w.astype(kind), "w"))
+        return run(model, {"x": x.astype(kind)})[0]
+
+    narrow, wide = result(dtype), result(np.float32)
+    assert narrow.dtype == dtype
+    digits = float(ml_dtypes.finfo(dtype).eps)
+    np.testing.assert_allclose(narrow.astype(np.float32), wide, rtol=3 * digits, atol=digits / 4)
