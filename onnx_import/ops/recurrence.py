@@ -8,7 +8,7 @@ can't mix sequences, even where the graph itself has no notion of them.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -255,13 +255,6 @@ _LINEAR_INPUTS = (
     Input("past_state", Role.UNREAD),
     *_optional("decay", "beta"),
 )
-_LINEAR_ATTRIBUTES = {
-    **_HINT,
-    "q_num_heads": Attribute(),
-    "kv_num_heads": Attribute(),
-    "scale": Attribute(0.0),
-    "update_rule": Attribute("gated_delta", only=_RULES),
-}
 _DELTA_NET_INPUTS = (
     *(Input(name) for name in ("query", "key", "value")),
     Input("cu_seqlens", Role.UNREAD),
@@ -272,45 +265,19 @@ _DELTA_NET_INPUTS = (
 )
 
 
-def _convolution(domain: str, since: int, extra: Mapping[str, Attribute]) -> Operator:
-    return Operator(
-        domain,
-        "CausalConvWithState",
-        since,
-        (Input("input"), Input("weight"), *_optional("bias"), Input("past_state", Role.UNREAD)),
-        {"activation": _ACTIVATION, "dilation": Attribute(1), **extra},
-        _channels_first,
-        caches=(1,),
-        state=3,
-        batched=True,
-        check=_check_convolution,
-    )
-
-
 def _only(value: Any) -> Attribute:
     return Attribute(value, only=(value,))
 
 
-def _linear(domain: Literal["", "com.microsoft"], since: int, extra: Mapping[str, Attribute]) -> Operator:
-    return Operator(
-        domain,
-        "LinearAttention",
-        since,
-        _LINEAR_INPUTS,
-        {**_LINEAR_ATTRIBUTES, **extra},
-        _linear_attention,
-        caches=(1,),
-        state=3,
-        batched=True,
-        check=_check_linear,
-    )
-
-
 OPERATORS = (
-    _convolution(
+    Operator(
         "com.microsoft",
+        "CausalConvWithState",
         1,
+        (Input("input"), Input("weight"), *_optional("bias"), Input("past_state", Role.UNREAD)),
         {
+            "activation": _ACTIVATION,
+            "dilation": Attribute(1),
             "ndim": _only(1),
             "channels_last": _only(0),
             "state_window": _only(0),
@@ -320,8 +287,12 @@ OPERATORS = (
             "input_channels": _only(0),
             "input_channel_offset": _only(0),
         },
+        _channels_first,
+        caches=(1,),
+        state=3,
+        batched=True,
+        check=_check_convolution,
     ),
-    _convolution("", 27, {}),
     Operator(
         "com.microsoft",
         "VarlenCausalConvWithState",
@@ -346,8 +317,25 @@ OPERATORS = (
         state=4,
         check=_check_convolution,
     ),
-    _linear("com.microsoft", 1, {"state_window": _only(0)}),
-    _linear("", 27, {}),
+    Operator(
+        "com.microsoft",
+        "LinearAttention",
+        1,
+        _LINEAR_INPUTS,
+        {
+            **_HINT,
+            "q_num_heads": Attribute(),
+            "kv_num_heads": Attribute(),
+            "scale": Attribute(0.0),
+            "update_rule": Attribute("gated_delta", only=_RULES),
+            "state_window": _only(0),
+        },
+        _linear_attention,
+        caches=(1,),
+        state=3,
+        batched=True,
+        check=_check_linear,
+    ),
     Operator(
         "com.microsoft",
         "LinearAttentionGate",

@@ -129,7 +129,7 @@ def _compare(result: np.ndarray, expected: np.ndarray, rtol: float, atol: float)
 def _prepared(
     model: onnx.ModelProto, feed: Mapping[str, np.ndarray], fixed: Sequence[str]
 ) -> tuple[Callable[[dict[str, Any]], list[Any]], dict[str, np.ndarray]]:
-    """A graph as a function of its inputs, and these, where `fixed` ones and those that shape are constants."""
+    """A graph as a function of its inputs, and these; `fixed` ones, weights and those that shape are constants."""
     shaping = _shaping(graph_of(model, Path("model.onnx"))) | set(fixed)
     constant = onnx.ModelProto()
     constant.CopyFrom(model)
@@ -173,7 +173,7 @@ def _plan(graph: Graph) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _shaping(graph: Graph) -> set[str]:
-    """Graph inputs that static inputs are computed from, other than through a shape."""
+    """Graph inputs that weights are, or that static inputs are computed from, other than through a shape."""
     wanted: set[str] = set()
     for node in reversed(graph.nodes):
         operator = WHOLE.find(node.domain, node.op_type, graph.opsets[node.domain])
@@ -182,7 +182,7 @@ def _shaping(graph: Graph) -> set[str]:
         if wanted.intersection(node.outputs) and not operator.of_shapes:
             wanted.update(node.inputs)
         for rule, name in zip(operator.inputs_of(node), node.inputs, strict=False):
-            if rule.role is Role.STATIC:
+            if rule.role in (Role.STATIC, Role.WEIGHT):
                 wanted.add(name)
     return wanted & set(graph.inputs)
 

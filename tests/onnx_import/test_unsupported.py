@@ -132,14 +132,10 @@ def read_mask(proto: onnx.ModelProto) -> None:
     node_of(proto, "Mul").input[1] = "attention_mask"
 
 
-def prune_head(proto: onnx.ModelProto) -> None:
-    proto.graph.input.append(
-        onnx.helper.make_tensor_value_info("logits_indices", onnx.TensorProto.INT64, ["n"])
-    )
+def choose_rows(proto: onnx.ModelProto) -> None:
+    proto.graph.input.append(onnx.helper.make_tensor_value_info("some_rows", onnx.TensorProto.INT64, ["n"]))
     head = proto.graph.node[-1]
-    gather = onnx.helper.make_node(
-        "Gather", [head.input[0], "logits_indices"], ["few"], name="/prune", axis=0
-    )
+    gather = onnx.helper.make_node("Gather", [head.input[0], "some_rows"], ["few"], name="/choose", axis=0)
     head.input[0] = "few"
     proto.graph.node.insert(len(proto.graph.node) - 1, gather)
 
@@ -174,7 +170,7 @@ def no_attention_layer(proto: onnx.ModelProto) -> None:
     ("edit", "expected"),
     [
         (read_mask, "/model/layers.0/mlp/act_fn/Mul') reads the graph input 'attention_mask'"),
-        (prune_head, "/prune') reads the graph input 'logits_indices'"),
+        (choose_rows, "/choose') reads the graph input 'some_rows'"),
         (computed_shape, "q_norm/Reshape_1') needs its input 'shape' ('sizes') to be a constant"),
         (double_weight, "of type float64, which isn't supported"),
         (lost_value, "reads the undefined value 'nowhere'"),
