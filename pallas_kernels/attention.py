@@ -34,12 +34,17 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
+    ring: int | None = None,
 ) -> jax.Array:
     """Causal attention of packed rows over their committed pages and their staged tokens.
 
     With a window each query tile begins its walk at the first key tile that it sees, so that the context before costs
     nothing; the other keys behind the window are hidden. Neither changes a bit, because a hidden key adds zero and
     leaves the running maximum as it is.
+
+    With a ring a row keeps its newest ring * block_size committed keys only, position p in slot p mod (ring *
+    block_size) of the blocks that belong to its place. What a slot held before is hidden like an unwritten one, so the
+    bits are those of a whole table, as long as the window needs no older key.
 
     Args:
         query: float[tokens, num_heads, head_dim]; rotary already applied.
@@ -52,6 +57,8 @@ def paged_attention(
         window: Keys that a query sees, itself included: those at max(0, p - window + 1) .. p; None for all up to p.
         softcap: A scaled score s becomes softcap * tanh(s / softcap); None leaves it.
         sinks: float[num_heads], a logit a head that takes part in the softmax and brings no value; never capped.
+        ring: Blocks that each place owns, block j of place p at p * ring + j; the block table is not read then. None
+            takes blocks from the table.
 
     Returns:
         query's dtype[tokens, num_heads, head_dim].
@@ -80,7 +87,7 @@ def paged_attention(
     def walk(nth: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         best, output = carry
         position = (first_tile[:, None] + nth) * KEY_TILE + jnp.arange(KEY_TILE)
-        keys, values, hole = _read_tile(position, staged, pages, block_table, tiles, tile_size)
+        keys, values, hole = _read_tile(position, staged, pages, block_table, tiles, tile_size, ring)
         # Slots that nothing has written may hold NaN: they are selected away, not multiplied by zero.
         written = (position < key_end) & ~hole
         if window is not None:
@@ -135,6 +142,7 @@ def _read_tile(
     block_table: jax.Array,
     tiles: QueryTiles,
     tile_size: int,
+    ring: int | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Reads key tiles at `position`, int32[tiles or 1, KEY_TILE].
 
@@ -142,11 +150,15 @@ def _read_tile(
         Keys and values float32[tiles, kv_heads, KEY_TILE, head_dim], and bool[tiles, KEY_TILE] holes.
     """
     num_blocks, _, num_kv_heads, block_size, head_dim = pages.shape
-    past = tiles.past[:, None]
-    column = jnp.minimum(position // block_size, block_table.shape[1] - 1)
-    block = block_table[tiles.place[:, None], column]
+    past, place = jnp.asarray(tiles.past)[:, None], jnp.asarray(tiles.place)[:, None]
     committed = position < past
-    hole = committed & ((block < 0) | (block >= num_blocks))
+    if ring is None:
+        column = jnp.minimum(position // block_size, block_table.shape[1] - 1)
+        block = block_table[place, column]
+        hole = committed & ((block < 0) | (block >= num_blocks))
+    else:
+        block = place * ring + position // block_size % ring
+        hole = position < past - ring * block_size
     block = jnp.clip(block, 0, num_blocks - 1)
     # One row a head, slot and kind, so that the gather itself brings heads in front of positions.
     rows = pages.reshape(-1, head_dim)

@@ -35,11 +35,12 @@ class Geometry:
 
 @dataclasses.dataclass(frozen=True)
 class Extras:
-    """What a layer may ask beyond causal attention; `sinks` holds a logit a head."""
+    """What a layer may ask beyond causal attention; `sinks` holds a logit a head, `ring` is in blocks."""
 
     window: int | None = None
     softcap: float | None = None
     sinks: tuple[float, ...] | None = None
+    ring: int | None = None
 
 
 PLAIN = Extras()
@@ -147,6 +148,7 @@ def lay_out(
 
     Everything that no row may read holds `fill`: free blocks, slots behind the committed ones, slots before the window
     of the row's first query, padding tokens. Table entries behind the committed ones are holes or blocks of others.
+    With a ring all entries are noise, and the ring of a row's place holds its newest keys.
     """
     size, kv_heads, head_dim = geometry.block_size, geometry.num_kv_heads, geometry.head_dim
     slots = np.full((shape.num_blocks, size, 2, kv_heads, head_dim), fill, geometry.dtype)
@@ -162,11 +164,15 @@ def lay_out(
         kv = np.stack([sequence.key, sequence.value], axis=1)
         behind = 0 if extras.window is None else max(0, row.past - extras.window + 1)
         kv[:behind] = fill
-        for column, first in enumerate(range(0, row.past, size)):
-            block = free.pop()
-            table[place, column] = block
-            stop = min(first + size, row.past)
-            slots[block, : stop - first] = kv[first:stop]
+        if extras.ring is not None:
+            held = np.arange(max(0, row.past - extras.ring * size), row.past)
+            slots[place * extras.ring + held // size % extras.ring, held % size] = kv[held]
+        else:
+            for column, first in enumerate(range(0, row.past, size)):
+                block = free.pop()
+                table[place, column] = block
+                stop = min(first + size, row.past)
+                slots[block, : stop - first] = kv[first:stop]
         span = slice(start, start + row.count)
         staged[span], query[span] = kv[row.past :][: row.count], sequence.query[row.past :][: row.count]
         spans.append(span)
@@ -183,9 +189,12 @@ def lay_out(
     return Step(query, staged, to_pages(slots), table, tiles, shape, geometry.scale, tuple(spans), extras)
 
 
-@functools.partial(jax.jit, static_argnames=("tile_size", "scale", "window", "softcap"))
-def _attention(query, staged, pages, block_table, tiles, sinks, **static):
-    return paged_attention(query, staged, pages, block_table, tiles, sinks=sinks, **static)
+# Ring and window are data here, so that their many values share a program.
+@functools.partial(jax.jit, static_argnames=("tile_size", "scale", "softcap"))
+def _attention(query, staged, pages, block_table, tiles, sinks, window, ring, **static):
+    return paged_attention(
+        query, staged, pages, block_table, tiles, sinks=sinks, window=window, ring=ring, **static
+    )
 
 
 def attend(step: Step) -> list[np.ndarray]:
@@ -198,9 +207,10 @@ def attend(step: Step) -> list[np.ndarray]:
         step.block_table,
         step.tiles,
         None if sinks is None else np.array(sinks, np.float32),
+        step.extras.window,
+        step.extras.ring,
         tile_size=step.shape.tile_size,
         scale=step.scale,
-        window=step.extras.window,
         softcap=step.extras.softcap,
     )
     out = np.array(out, copy=True)
