@@ -117,7 +117,9 @@ class EngineConfig:
         num_blocks: Blocks in the KV pool; None takes as many as `memory_fraction` of the free memory holds, but no more
             than a full batch of the longest sessions can use.
         block_size: Token slots in a block.
-        chunk_size: Most tokens of one row's prefill in one step; None sets no limit but `max_scheduled_tokens`.
+        chunk_size: Most tokens of one row's prefill in one step; None takes the model folder's `search.chunk_size`, and
+            where it has none sets no limit but `max_scheduled_tokens`. With a limit, attention layers with a window
+            keep what that window and one chunk need, whatever the length of a sequence (`jaxengine.windows`).
         memory_fraction: Share of the free memory for a pool of no given size; None takes 0.9 of an accelerator's and
             0.25 of a host's, which others use too.
         fairness_bound: Most steps for which a request is passed over while others are served, if it could run or if
@@ -242,6 +244,22 @@ def resolve_sampling(params: SamplingParams, search: Mapping[str, Any]) -> Resol
             stacklevel=2,
         )
     return greedy if top_k == 1 or top_p == 0.0 else ResolvedSampling(temperature, top_k, top_p, params.seed)
+
+
+def resolve_chunk_size(config: EngineConfig, search: Mapping[str, Any]) -> int | None:
+    """Returns the limit on one row's tokens, the caller's or else the model folder's; None for no limit.
+
+    Args:
+        config: The caller's settings.
+        search: The folder's section, of which `chunk_size` is read; 0 is no limit.
+
+    Raises:
+        TypeError: The folder's value is needed and no integer.
+        ValueError: The folder's value is needed and negative.
+    """
+    if config.chunk_size is not None or search.get("chunk_size") is None:
+        return config.chunk_size
+    return _int("search.chunk_size of the model folder", search["chunk_size"], 0) or None
 
 
 @dataclasses.dataclass(frozen=True)

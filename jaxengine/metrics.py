@@ -6,6 +6,7 @@ import dataclasses
 
 from jaxengine.fixed_state import BANKS
 from jaxengine.state import DEFERRALS, FAILED_STEPS, PREEMPTIONS, STEPS, EngineState
+from jaxengine.windows import bytes_per_slot, ring_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +22,8 @@ class EngineMetrics:
         free_blocks: Blocks that can be handed out.
         num_blocks: Blocks of the pool.
         pool_tokens: Tokens that the pool can hold.
-        pool_bytes: Bytes of the pages of all layers.
+        pool_bytes: Bytes of the pool's blocks over all layers that keep whole sequences.
+        window_bytes: Bytes of the rings of windowed layers, for every place.
         fixed_bytes: Bytes of all slots of fixed states, both banks.
         live_fixed_bytes: Bytes of the current fixed states of residents.
         staging_bytes: Most bytes that a step stages: keys and values of its tokens, and its rows' next fixed states.
@@ -36,6 +38,7 @@ class EngineMetrics:
     num_blocks: int
     pool_tokens: int
     pool_bytes: int
+    window_bytes: int
     fixed_bytes: int
     live_fixed_bytes: int
     staging_bytes: int
@@ -44,8 +47,7 @@ class EngineMetrics:
 def metrics_of(state: EngineState) -> EngineMetrics:
     """Reads the metrics off a state."""
     control, config = state.control, state.control.config
-    pool_bytes = sum(pages.nbytes for pages in state.store.pages)
-    pool_tokens = control.num_blocks * config.block_size
+    pages = state.store.pages
     fixed_bytes = sum(states.nbytes for states in state.store.fixed)
     per_slot = fixed_bytes // (BANKS * config.max_batch_size)
     residents = int((control.requests.place >= 0).sum())
@@ -57,10 +59,11 @@ def metrics_of(state: EngineState) -> EngineMetrics:
         residents=residents,
         free_blocks=len(control.free_blocks),
         num_blocks=control.num_blocks,
-        pool_tokens=pool_tokens,
-        pool_bytes=pool_bytes,
+        pool_tokens=control.num_blocks * config.block_size,
+        pool_bytes=sum(held.nbytes for held in pages if ring_of(held) is None),
+        window_bytes=sum(held.nbytes for held in pages if ring_of(held) is not None),
         fixed_bytes=fixed_bytes,
         live_fixed_bytes=residents * per_slot,
-        staging_bytes=config.max_scheduled_tokens * pool_bytes // pool_tokens
+        staging_bytes=config.max_scheduled_tokens * sum(map(bytes_per_slot, pages))
         + config.max_batch_size * per_slot,
     )

@@ -21,6 +21,7 @@ from jaxengine.fixed_state import BANKS, RowStates, StateRows
 from jaxengine.planning import StepPlan
 from jaxengine.sampling import SamplingRows, sample
 from jaxengine.state import Control
+from jaxengine.windows import as_blocks, ring_of
 from pallas_kernels import KEY_TILE, QueryTiles, make_query_tiles, max_query_tiles, paged_attention
 
 DECODE_TILE, PREFILL_TILE = 1, 16
@@ -116,8 +117,8 @@ class Destinations(NamedTuple):
 
     Attributes:
         place: int32[tokens], row of the block table.
-        column: int32[tokens], its column.
-        block: int32[tokens], the block.
+        column: int32[tokens], its column; modulo the length of a ring the block there.
+        block: int32[tokens], the block of the pool.
         slot: int32[tokens], slot of the block.
         states: int32[rows], where each row's fixed states go; outside for padding.
     """
@@ -271,10 +272,11 @@ def _forward(
         sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         staged = jnp.stack([key, value], axis=1).astype(spec.kv_dtype)
+        held = pages_of[spec.layer]
         output = paged_attention(
             query,
             staged,
-            pages_of[spec.layer],
+            as_blocks(held),
             block_table,
             batch.tiles,
             tile_size=tile_size,
@@ -282,6 +284,7 @@ def _forward(
             window=spec.window,
             softcap=spec.softcap,
             sinks=sinks,
+            ring=ring_of(held),
         )
         return output, staged
 
@@ -310,7 +313,10 @@ def _publish(
     to: Destinations,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, tuple[jax.Array, ...]]:
     def write(layer_pages: jax.Array, layer_staged: jax.Array) -> jax.Array:
-        return layer_pages.at[to.block, :, :, to.slot].set(layer_staged, mode="drop")
+        ring = ring_of(layer_pages)
+        if ring is None:
+            return layer_pages.at[to.block, :, :, to.slot].set(layer_staged, mode="drop")
+        return layer_pages.at[to.place, to.column % ring, :, :, to.slot].set(layer_staged, mode="drop")
 
     block_table = block_table.at[to.place, to.column].set(to.block, mode="drop")
     fixed = tuple(

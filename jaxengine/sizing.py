@@ -1,7 +1,8 @@
 """How large the KV pool is when nobody said: a share of the free memory, but no more than a full batch can use.
 
-Memory for one step's staged keys and values, for the block table and for fixed states is set aside first. A static
-batch has one block a request, as long as the longest session: that makes its cache contiguous.
+Memory for one step's staged keys and values, for the block table, for rings and for fixed states is set aside first. A
+static batch has one block a request, as long as the longest session: that makes its cache contiguous, and leaves no use
+for a ring.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import jax
 import psutil
 
 from jaxengine.blocks import blocks_for
-from jaxengine.config import Batching, EngineConfig
+from jaxengine.config import Batching, EngineConfig, resolve_chunk_size
 from jaxengine.fixed_state import BANKS, state_bytes
+from jaxengine.windows import ring_blocks
 
 if TYPE_CHECKING:
     from jaxengine.model import Model
+    from onnx_import import AttentionSpec
 
 _log = logging.getLogger(__name__)
 
@@ -33,9 +36,11 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 def kv_bytes_per_token(model: Model) -> int:
     """Bytes of one token's keys and values over all layers."""
-    return sum(
-        2 * spec.num_kv_heads * spec.head_dim * spec.kv_dtype.itemsize for spec in model.decoder.layers
-    )
+    return sum(map(_token_bytes, model.decoder.layers))
+
+
+def _token_bytes(spec: AttentionSpec) -> int:
+    return 2 * spec.num_kv_heads * spec.head_dim * spec.kv_dtype.itemsize
 
 
 def free_memory(device: jax.Device) -> int:
@@ -47,7 +52,9 @@ def free_memory(device: jax.Device) -> int:
 
 
 def resolve_config(model: Model, config: EngineConfig, free_bytes: int | None = None) -> EngineConfig:
-    """Returns `config` with the kind of batching and the size of the pool settled; a given size only has to fit.
+    """Returns `config` with the kind of batching, the chunk size and the size of the pool settled.
+
+    A given size of the pool only has to fit.
 
     Args:
         model: Its attention layers size a block.
@@ -56,7 +63,8 @@ def resolve_config(model: Model, config: EngineConfig, free_bytes: int | None = 
 
     Raises:
         ValueError: The free memory holds no block, no static batch, or not the pool of the given size; or a static
-            batch is given blocks, or a model with fixed states.
+            batch is given blocks, or a model with fixed states; or the folder's chunk size is negative.
+        TypeError: The folder's chunk size is no integer.
     """
     longest, rows = model.config.max_length, config.max_batch_size
     if config.batching is None:
@@ -69,38 +77,49 @@ def resolve_config(model: Model, config: EngineConfig, free_bytes: int | None = 
                 "hold any; use EngineConfig(batching='dynamic')"
             )
         config = _with_a_block_a_request(config, longest)
+    config = dataclasses.replace(config, chunk_size=resolve_chunk_size(config, model.config.search))
     device = jax.devices()[0]
     free = free_memory(device) if free_bytes is None else free_bytes
     per_token = kv_bytes_per_token(model)
-    per_block = per_token * config.block_size
+    layers = model.decoder.layers
+    rings = ring_blocks(layers, config, longest)
+    full = sum(_token_bytes(spec) for spec, ring in zip(layers, rings, strict=True) if ring is None)
+    per_block = full * config.block_size
+    per_ring = config.block_size * sum(
+        ring * _token_bytes(spec) for spec, ring in zip(layers, rings, strict=True) if ring is not None
+    )
     per_slot = state_bytes(model.decoder.fixed)
+    in_places = rows * (per_ring + BANKS * per_slot)
     width = int(blocks_for(model.config.context_length, config.block_size))
     if config.num_blocks is None:
         fraction = config.memory_fraction
         if fraction is None:
             fraction = HOST_FRACTION if device.platform == "cpu" else ACCELERATOR_FRACTION
         staging = config.max_scheduled_tokens * per_token + rows * per_slot
-        aside = staging + _table_bytes(rows, width) + BANKS * rows * per_slot
+        aside = staging + _table_bytes(rows, width) + in_places
         # A pool is indexed by int32 token slots.
         fitting = min(int(free * fraction - aside) // per_block, (2**31 - 1) // config.block_size)
         if fitting < (rows if config.batching == "static" else 1):
             raise ValueError(
                 f"{fraction} of {_mib(free)} of free memory, less {_mib(aside)} for one step's staging, the "
-                f"block table and fixed states, is too little for a KV cache in blocks of {_mib(per_block)}; "
+                f"block table, rings and fixed states, is too little for a KV cache in blocks of {_mib(per_block)}; "
                 "use a larger EngineConfig.memory_fraction or smaller limits"
             )
         useful = rows * int(blocks_for(longest, config.block_size))
         config = dataclasses.replace(config, num_blocks=min(fitting, useful))
     num_blocks = config.num_blocks or 0
-    needed = num_blocks * per_block + _table_bytes(rows, min(width, num_blocks)) + BANKS * rows * per_slot
+    needed = num_blocks * per_block + _table_bytes(rows, min(width, num_blocks)) + in_places
     if needed > free:
         raise ValueError(
             f"a KV cache of {num_blocks} blocks of {config.block_size} tokens takes {_mib(needed)} with its block "
-            f"table, and {_mib(free)} are free; use a smaller EngineConfig.num_blocks or max_batch_size"
+            f"table, rings and fixed states, and {_mib(free)} are free; "
+            "use a smaller EngineConfig.num_blocks or max_batch_size"
         )
     _log.info(
         "KV pool: %d blocks of %d tokens, %s", num_blocks, config.block_size, _mib(num_blocks * per_block)
     )
+    if per_ring:
+        _log.info("rings of windowed layers: %d requests, %s", rows, _mib(rows * per_ring))
     return config
 
 

@@ -24,6 +24,7 @@ from jaxengine.events import EngineErrorCode, EventRecord
 from jaxengine.fixed_state import BANKS
 from jaxengine.logs import LogTable
 from jaxengine.sizing import ran_out_of_memory, resolve_config
+from jaxengine.windows import pages_shape, ring_blocks
 
 if TYPE_CHECKING:
     from jaxengine.model import Model
@@ -63,7 +64,7 @@ class Requests:
     Attributes:
         id: uint64, never reused.
         status: int8, a `RequestStatus`.
-        place: int32, the row of the device block table and the slot of fixed states while resident, else -1.
+        place: int32, the row of the device block table, of rings and of fixed states while resident, else -1.
         bank: int8, which bank of its slot holds its fixed states.
         order: int64, rank of its admission among residents, else -1.
         admitted: int64, the count of steps when it was admitted, 0 before it ever was.
@@ -217,7 +218,9 @@ class Store:
     """What the device holds.
 
     Attributes:
-        pages: One array a layer, dtype[num_blocks, 2, num_kv_heads, block_size, head_dim]: keys at 0, values at 1.
+        pages: One array a layer, dtype[num_blocks, 2, num_kv_heads, block_size, head_dim]: keys at 0, values at 1. A
+            layer with rings has dtype[max_batch_size, ring, 2, num_kv_heads, block_size, head_dim]; position p of the
+            request in a place is in block (p // block_size) % ring there.
         block_table: int32[max_batch_size, table_width], block ids by place and block of positions; entries beyond a
             request's committed slots mean nothing.
         fixed: The decoder's fixed states, dtype[BANKS * max_batch_size, *shape] each; bank b of place p is at
@@ -266,7 +269,8 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
 
     Raises:
         TypeError: `model` is no Model or `config` no EngineConfig.
-        ValueError: The free memory is too small for the pool, of the given size or of any.
+        ValueError: The free memory is too small for the pool, of the given size or of any; or the folder's chunk size
+            is out of range.
     """
     from jaxengine.model import require_model  # it needs this module
 
@@ -288,10 +292,12 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
     )
     # Made by the device, one by one: a shared zeros array could not be donated, and `jnp.zeros` may return one.
     make = jax.jit(jnp.zeros, static_argnums=(0, 1))
+    layers = model.decoder.layers
+    rings = ring_blocks(layers, config, model.config.max_length)
     try:
         pages = tuple(
-            make((control.num_blocks, 2, spec.num_kv_heads, config.block_size, spec.head_dim), spec.kv_dtype)
-            for spec in model.decoder.layers
+            make(pages_shape(spec, ring, config), spec.kv_dtype)
+            for spec, ring in zip(layers, rings, strict=True)
         )
         table = make((config.max_batch_size, control.table_width), np.dtype(np.int32))
         slots = BANKS * config.max_batch_size

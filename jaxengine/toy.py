@@ -25,6 +25,12 @@ tokens before, and a recurrence over all of them. Both add to the sum, modulo `L
     next_token([3, 1], hybrid=True) = (22 + 5 * (3 + 1) + recurrence([3, 1])) % 28
     recurrence([3, 1]) = (3 * (3 * 0 + 3 + 1) + 1 + 1) % 28 = 14
 
+`toy_model(window=W)` has a second attention layer, whose queries see the last W tokens only. It sums up other numbers,
+those of the channels that follow, and its sum is added as well:
+
+    number(1, 1, 1 + 3) = NUMBERS[2 * (1 + 1 + 4) % 67 % 24] = 15
+    next_token([3, 1], window=1) = (22 + 5 * 15) % 28 = 13
+
 Logits fall by `SLOPE` a step of the circle from the next token on, so every distribution is known (`logits_after`); ids
 from `LETTERS` on have logit -inf. Three inputs make trouble: logits are NaN after the token `NAN`, all -inf after
 `ALL_MASKED`, and NaN everywhere under `with_params(model, poison=True)`. Sums are exact up to `CONTEXT` tokens.
@@ -92,26 +98,32 @@ class ToyDecoder:
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Returns logits float32[rows, VOCAB] and what the callables handed back.
 
-        Tokens and positions are int32[tokens]. Logits are NaN where the key of position 0 is not seen.
+        Tokens and positions are int32[tokens]. Logits are NaN where the key of position 0 is not seen, or in a window
+        that of the one position which divides by its length.
         """
         weights = jnp.array(WEIGHTS, jnp.float32)[_mixed(tokens, positions) % len(WEIGHTS)]
-        numbers = [
-            jnp.array(NUMBERS, jnp.float32)[_mixed(tokens, positions + 1 + channel) % len(NUMBERS)]
-            for channel in range(CHANNELS)
-        ]
-        # Attention divides by the sum of the weights. Position 0, of weight 1, says by how much. Numbers are stored
-        # less one, so that an empty slot, all zeros, reads as weight 1 and number 1 and does not go unnoticed.
-        first = (positions == 0).astype(jnp.float32)
-        value = jnp.stack([*(held - 1.0 for held in numbers), first], axis=-1)
         on_first_axis = jnp.zeros(CHANNELS + 1, jnp.float32).at[0].set(1.0)
-        query = jnp.broadcast_to(on_first_axis, value.shape)
+        query = jnp.broadcast_to(on_first_axis, (len(tokens), CHANNELS + 1))
         key = jnp.log(weights)[:, None] * on_first_axis
-        seen, staged = attention(self.layers[0], query[:, None], key[:, None], value[:, None])
-        seen, last = seen[logits_rows, 0], tokens[logits_rows]
-        sums = (seen[:, :CHANNELS] + 1.0) / seen[:, CHANNELS:]
-        channel = positions[logits_rows] % CHANNELS
-        chosen = jnp.round(jnp.take_along_axis(sums, channel[:, None], axis=1)) % LETTERS
-        handed_back = [staged]
+        last, channel = tokens[logits_rows], positions[logits_rows] % CHANNELS
+        chosen, handed_back = jnp.zeros((len(logits_rows), 1)), []
+        for nth, spec in enumerate(self.layers):
+            numbers = [
+                jnp.array(NUMBERS, jnp.float32)[_mixed(tokens, positions + 1 + held) % len(NUMBERS)]
+                for held in range(nth * CHANNELS, (nth + 1) * CHANNELS)
+            ]
+            # Attention divides by the sum of the weights. One position tells by how much. Numbers are stored less one,
+            # so that an empty slot, all zeros, reads as weight 1 and number 1 and does not go unnoticed.
+            tells = positions == 0 if spec.window is None else positions % spec.window == 0
+            value = jnp.stack(
+                [*(held - 1.0 for held in numbers), jnp.where(tells, 1.0 / weights, 0.0)], axis=-1
+            )
+            seen, staged = attention(spec, query[:, None], key[:, None], value[:, None])
+            seen = seen[logits_rows, 0]
+            sums = (seen[:, :CHANNELS] + 1.0) / seen[:, CHANNELS:]
+            chosen += jnp.round(jnp.take_along_axis(sums, channel[:, None], axis=1))
+            handed_back.append(staged)
+        chosen %= LETTERS
         if self.fixed:
             assert fixed is not None
             present = tokens.astype(jnp.float32)[:, None] + 1
@@ -139,14 +151,17 @@ def weight(token: int, position: int) -> int:
 
 
 def number(token: int, position: int, channel: int) -> int:
-    """What a token's value holds in a channel."""
+    """What a token's value holds in a channel; those from `CHANNELS` on are of the windowed layer."""
     return NUMBERS[_mixed(token, position + 1 + channel) % len(NUMBERS)]
 
 
-def next_token(prefix: Sequence[int], *, hybrid: bool = False) -> int:
+def next_token(prefix: Sequence[int], *, hybrid: bool = False, window: int | None = None) -> int:
     """The arg-max after `prefix`, which must not be empty."""
     channel = (len(prefix) - 1) % CHANNELS
-    total = sum(weight(t, p) * number(t, p, channel) for p, t in enumerate(prefix))
+    numbered = list(enumerate(prefix))
+    total = sum(weight(t, p) * number(t, p, channel) for p, t in numbered)
+    if window is not None:
+        total += sum(weight(t, p) * number(t, p, channel + CHANNELS) for p, t in numbered[-window:])
     if hybrid:
         before = [0, 0, *(token + 1 for token in prefix)][-3:-1]
         total += sum(factor * token for factor, token in zip(WINDOW, before, strict=True)) + recurrence(
@@ -163,11 +178,13 @@ def recurrence(prefix: Sequence[int]) -> int:
     return state
 
 
-def continuation(prefix: Sequence[int], count: int, *, hybrid: bool = False) -> list[int]:
+def continuation(
+    prefix: Sequence[int], count: int, *, hybrid: bool = False, window: int | None = None
+) -> list[int]:
     """The `count` greedy tokens after `prefix`, end-of-sequence ids not looked at."""
     sequence = list(prefix)
     for _ in range(count):
-        sequence.append(next_token(sequence, hybrid=hybrid))
+        sequence.append(next_token(sequence, hybrid=hybrid, window=window))
     return sequence[len(prefix) :]
 
 
@@ -182,12 +199,14 @@ def _mixed(token: Any, position: Any) -> Any:
 
 
 @functools.cache
-def _decoder(hybrid: bool) -> tuple[ToyDecoder, Programs]:
+def _decoder(hybrid: bool, window: int | None) -> tuple[ToyDecoder, Programs]:
     spec = AttentionSpec(
         layer=0, num_heads=1, num_kv_heads=1, head_dim=CHANNELS + 1, scale=1.0, kv_dtype=np.dtype(np.float32)
     )
+    layers = (spec,) if window is None else (spec, dataclasses.replace(spec, layer=1, window=window))
     params = {"poison": jnp.zeros((), jnp.float32)}
-    decoder = ToyDecoder((spec,), _FIXED if hybrid else (), VOCAB, params, "hybrid toy" if hybrid else "toy")
+    identity = ("hybrid toy" if hybrid else "toy") + ("" if window is None else f", window of {window}")
+    decoder = ToyDecoder(layers, _FIXED if hybrid else (), VOCAB, params, identity)
     return decoder, Programs(decoder)
 
 
@@ -198,9 +217,10 @@ def toy_model(
     max_length: int | None = None,
     search: Mapping[str, Any] | None = None,
     hybrid: bool = False,
+    window: int | None = None,
 ) -> Model:
-    """A model around the toy decoder; all of them, and all hybrid ones, share one set of compiled programs."""
-    decoder, programs = _decoder(hybrid)
+    """A model around the toy decoder; all of the same states and window share one set of compiled programs."""
+    decoder, programs = _decoder(hybrid, window)
     config = FolderConfig(
         model_type="toy",
         vocab_size=VOCAB,
@@ -218,5 +238,5 @@ def toy_model(
 def with_params(model: Model, *, poison: bool) -> Model:
     """The same model and compiled programs with logits that are NaN, or not."""
     params = {"poison": jnp.full((), jnp.nan if poison else 0.0, jnp.float32)}
-    hybrid = bool(model.decoder.fixed)
-    return dataclasses.replace(model, decoder=dataclasses.replace(_decoder(hybrid)[0], params=params))
+    decoder, _ = _decoder(bool(model.decoder.fixed), model.decoder.layers[-1].window)
+    return dataclasses.replace(model, decoder=dataclasses.replace(decoder, params=params))

@@ -48,6 +48,7 @@ from jaxengine.state import (
     row_of,
     rows_of,
 )
+from jaxengine.windows import fits_rings
 
 
 @dataclasses.dataclass(eq=False)
@@ -114,7 +115,7 @@ def execute(model: Model, state: EngineState, plan: StepPlan) -> Transaction:
         ValueError: The plan is not executable, or was made for another state or model.
         RetryableStepError: The logits of a row are not finite.
         ExecutionCapacityError: Memory ran out.
-        ContractError: The plan's blocks are not those of the state.
+        ContractError: The plan's blocks are not those of the state, or a row is too long for the rings.
         ExecutionError: Anything else went wrong; all of these leave the state untouched.
         StoreLostError: The device lost the KV pool.
     """
@@ -146,6 +147,11 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
     with _failures_of(store, unknown=ContractError):
         reach(Stage.RESERVE)
         _require_reservation(control, plan)
+        if not fits_rings(model.decoder.layers, store.pages, plan.num_tokens):
+            raise ContractError(
+                f"a row of {plan.num_tokens.max()} tokens would write over what it reads in the ring of a windowed "
+                "layer; plan with plan_step"
+            )
         to = destinations(control, plan, bucket)
     reach(Stage.LOGITS)
     rows = len(plan.index)

@@ -11,6 +11,7 @@ import numpy as np
 
 import jaxengine as je
 from jaxengine.toy import LETTERS, toy_model
+from jaxengine.windows import ring_of
 from tests.jaxengine.harness import SMALL
 from tests.pallas_kernels.ragged import from_pages
 
@@ -74,9 +75,11 @@ def executable(state: je.EngineState) -> je.StepPlan | None:
     return plan if plan.outcome in (je.StepOutcome.COMMITTED, je.StepOutcome.UNSERVICEABLE_REQUEST) else None
 
 
-def steps(script: list[Command]) -> Iterator[tuple[je.EngineState, je.StepPlan, list[je.EngineState]]]:
+def steps(
+    script: list[Command], model: je.Model = MODEL, config: je.EngineConfig = SMALL
+) -> Iterator[tuple[je.EngineState, je.StepPlan, list[je.EngineState]]]:
     """Plays a script; at each step yields the state, its plan and a list that must receive the next state."""
-    state = je.init_state(MODEL, SMALL)
+    state = je.init_state(model, config)
     for command in [*script, *[("step",)] * 6]:
         if command != ("step",):
             state = apply(state, command)
@@ -87,18 +90,27 @@ def steps(script: list[Command]) -> Iterator[tuple[je.EngineState, je.StepPlan, 
         je.check_invariants(state)
 
 
-def readable(state: je.EngineState, rows: je.EngineState) -> list[np.ndarray]:
-    """Copies of each slot of `state`'s store that the requests of `rows` may read, and of their table's entries."""
+def readable(state: je.EngineState, rows: je.EngineState, window: int = 0) -> list[np.ndarray]:
+    """Copies of each slot of `state`'s store that the requests of `rows` may read, and of their table's entries.
+
+    Of a ring these are the last `window` - 1 committed positions.
+    """
     size = rows.control.config.block_size
     found = []
     for row in range(len(rows.control.requests)):
         processed = int(rows.control.requests.processed[row])
         columns = -(-processed // size)
         held = rows.control.blocks.read(row, 0, columns)
-        for pages in state.store.pages:
-            values = from_pages(np.array(pages, copy=True))[held]
-            found.append(values.reshape(-1, *values.shape[2:])[:processed])
         place = int(rows.control.requests.place[row])
+        for pages in state.store.pages:
+            ring = ring_of(pages)
+            values = from_pages(np.array(pages if ring is None else pages[place], copy=True))
+            if ring is None:
+                values = values[held].reshape(-1, *values.shape[2:])[:processed]
+            else:
+                seen = np.arange(max(0, processed - window + 1), processed)
+                values = values[seen // size % ring, seen % size]
+            found.append(values)
         if place >= 0:
             found.append(np.array(state.store.block_table, copy=True)[place, :columns])
     return found

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 
 import jaxengine as je
 from jaxengine.programs import Bucket, Programs, bucket_for, destinations, pack
-from jaxengine.toy import ToyDecoder
+from jaxengine.toy import ToyDecoder, toy_model
 from tests.jaxengine.harness import SMALL
 from tests.jaxengine.scripts import GREEDY, MODEL, SAMPLED, begin, commands, steps
 
@@ -96,6 +96,22 @@ def test_E1_the_copying_commit_is_told_apart(roomy):
     compiled = copying.compile()
     assert compiled.memory_analysis().alias_size_in_bytes == 0
     assert "copy" in large_results(compiled.as_text(), store.pages[0].size)
+
+
+def test_E1_J1_no_program_copies_the_rings():
+    """Those of a wide window are larger than the pool and than anything that a step makes."""
+    model = toy_model(window=2000, context_length=4096)
+    config = dataclasses.replace(SMALL, chunk_size=16)
+    state, _ = begin(je.init_state(model, config), [5, 6, 7])
+    full, rings = state.store.pages
+    assert rings.size > 10 * full.size
+    forward, publish = lowered(model, state)
+    assert large_results(forward.as_text(), rings.size) == set()
+    written = large_results(publish.as_text(), rings.size)
+    assert written
+    assert not {name for name in written if re.search("copy|transpose|convert|broadcast", name)}, written
+    held = full.nbytes + rings.nbytes + state.store.block_table.nbytes
+    assert publish.memory_analysis().alias_size_in_bytes == held
 
 
 # Shapes
