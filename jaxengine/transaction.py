@@ -48,7 +48,7 @@ from jaxengine.state import (
     row_of,
     rows_of,
 )
-from jaxengine.windows import fits_rings
+from jaxengine.windows import require_room_in_rings
 
 
 @dataclasses.dataclass(eq=False)
@@ -147,11 +147,7 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
     with _failures_of(store, unknown=ContractError):
         reach(Stage.RESERVE)
         _require_reservation(control, plan)
-        if not fits_rings(model.decoder.layers, store.pages, plan.num_tokens):
-            raise ContractError(
-                f"a row of {plan.num_tokens.max()} tokens would write over what it reads in the ring of a windowed "
-                "layer; plan with plan_step"
-            )
+        require_room_in_rings(model.decoder.layers, store.pages, int(plan.num_tokens.max()))
         to = destinations(control, plan, bucket)
     reach(Stage.LOGITS)
     rows = len(plan.index)

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from jaxengine.blocks import blocks_for
 from jaxengine.config import EngineConfig
+from jaxengine.errors import ContractError
 from onnx_import import AttentionSpec
 
 _BLOCK_AXES = 4
@@ -68,12 +68,18 @@ def bytes_per_slot(pages: jax.Array) -> int:
     return kinds * heads * head_dim * pages.dtype.itemsize
 
 
-def fits_rings(layers: Sequence[AttentionSpec], pages: Sequence[jax.Array], num_tokens: np.ndarray) -> bool:
-    """Whether rows of `num_tokens` int[rows] tokens leave all that their first queries see in every ring."""
-    longest = int(num_tokens.max(initial=0))
-    return not any(
-        spec.window is not None
-        and (ring := ring_of(held)) is not None
-        and longest + spec.window - 1 > ring * held.shape[-2]
-        for spec, held in zip(layers, pages, strict=True)
-    )
+def require_room_in_rings(
+    layers: Sequence[AttentionSpec], pages: Sequence[jax.Array], num_tokens: int
+) -> None:
+    """Raises `ContractError` if a row of `num_tokens` would write over what its first query sees in a ring."""
+    for spec, held in zip(layers, pages, strict=True):
+        ring = ring_of(held)
+        if (
+            spec.window is not None
+            and ring is not None
+            and num_tokens + spec.window - 1 > ring * held.shape[-2]
+        ):
+            raise ContractError(
+                f"a row of {num_tokens} tokens would write over what it reads in the ring of attention layer "
+                f"{spec.layer}; plan with plan_step"
+            )
