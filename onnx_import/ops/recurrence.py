@@ -223,9 +223,12 @@ def _delta_net(call: Call, args: Arguments, env: Environment) -> Results:
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """x [tokens, heads, dim] float32 with each head's vector at length one; 1e-6 is added to the squared length."""
+    """x [tokens, heads, dim] float32 with each head's vector at length one; 1e-12 is added to the squared length.
+
+    The operator's definition names no such number; this is that of ONNX Runtime's kernel on CPU.
+    """
     rows = x.reshape(-1, x.shape[-1])
-    return (rows * jax.lax.rsqrt(sum_last(jnp.square(rows)) + 1e-6)).reshape(x.shape)
+    return (rows * jax.lax.rsqrt(sum_last(jnp.square(rows)) + 1e-12)).reshape(x.shape)
 
 
 def _check_delta_net(call: Call, tensors: Mapping[str, Tensor]) -> Iterator[str]:

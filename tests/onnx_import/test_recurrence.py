@@ -191,6 +191,12 @@ def test_S3_gates_of_delta_nets_equal_the_runtimes(options: Mapping[str, Any], p
     assert_equals_runtime(*delta_net(per_key=per_key, **options))
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-6])
+def test_S3_unit_vectors_are_the_runtimes_for_short_vectors_too(scale: float) -> None:
+    """What is added to the squared length decides below a length of a thousandth."""
+    assert_equals_runtime(*delta_net(scale=scale, qk_l2_norm=1))
+
+
 def test_S3_half_precision_delta_nets_keep_a_float32_state() -> None:
     options = {"gate_activation": "qwen", "beta_activation": "sigmoid", "qk_l2_norm": 1}
     assert_equals_runtime(*delta_net(dtype=np.float16, **options), tolerance=2**-10)
