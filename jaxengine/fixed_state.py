@@ -62,15 +62,11 @@ class RowStates:
     Args:
         pools: By name, dtype[BANKS * max_batch_size, *shape]; only read.
         rows: The step's rows.
-        one_token: Every row has one token, the one at its own index.
         replayable: Hand back a `Replay` with each state, for rows of which a prefix may be accepted.
     """
 
-    def __init__(
-        self, pools: Mapping[str, jax.Array], rows: StateRows, *, one_token: bool, replayable: bool
-    ) -> None:
-        self._pools, self._rows = pools, rows
-        self._one_token, self._replayable = one_token, replayable
+    def __init__(self, pools: Mapping[str, jax.Array], rows: StateRows, *, replayable: bool) -> None:
+        self._pools, self._rows, self._replayable = pools, rows, replayable
 
     def window(self, spec: FixedSpec, values: jax.Array) -> tuple[jax.Array, Any]:
         """See `onnx_import.FixedState`; hands back the states after all tokens, or a pair of them and a `Replay`."""
@@ -82,10 +78,7 @@ class RowStates:
     def scan(self, spec: FixedSpec, step: Step, inputs: Any) -> tuple[Any, Any]:
         """See `onnx_import.FixedState`; hands back what `window` does."""
         past = self._read(spec)
-        if self._one_token:
-            after, outputs = step(past, inputs)
-        else:
-            after, outputs = _loop(past, step, inputs, self._rows, self._rows.num_tokens)
+        after, outputs = _loop(past, step, inputs, self._rows, self._rows.num_tokens)
         return outputs, self._staged(Replay(past, jax.tree_util.Partial(step), inputs), after)
 
     def _read(self, spec: FixedSpec) -> jax.Array:
@@ -120,7 +113,11 @@ def _last(past: jax.Array, values: jax.Array, rows: StateRows, row: jax.Array, p
 
 
 def _loop(past: jax.Array, step: Step, inputs: Any, rows: StateRows, count: Any) -> tuple[jax.Array, Any]:
-    """All rows side by side, a token of each at a time, so that a row's arithmetic is that of one token alone."""
+    """All rows side by side, a token of each at a time, so that a row's arithmetic is that of one token alone.
+
+    Also where every row has one token: outside a loop XLA compiles the step together with what is around it, and a
+    decoder of linear attention got other bits in decode steps than in mixed ones.
+    """
     tokens = jax.tree.leaves(inputs)[0].shape[0]
 
     def of_tokens(index: jax.Array) -> Any:

@@ -289,7 +289,7 @@ def _forward(
         return output, staged
 
     pools = {spec.name: pool for spec, pool in zip(decoder.fixed, fixed, strict=True)}
-    states = RowStates(pools, batch.states, one_token=tile_size == DECODE_TILE, replayable=False)
+    states = RowStates(pools, batch.states, replayable=False)
     logits, staged = decoder.apply(
         params,
         jnp.asarray(batch.tokens),

@@ -190,9 +190,7 @@ def test_I4_the_state_after_an_accepted_prefix_is_that_of_the_prefix_alone(data,
         owned=np.array(owned),
         row_of=np.concatenate([row_of, np.zeros(tokens - len(row_of), int)]).astype(np.int32),
     )
-    states = RowStates(
-        {name: jnp.array(pool) for name, pool in pools.items()}, batch, one_token=False, replayable=True
-    )
+    states = RowStates({name: jnp.array(pool) for name, pool in pools.items()}, batch, replayable=True)
     before, (window, window_replay) = states.window(SPECS[0], jnp.array(values))
     outputs, (total, total_replay) = states.scan(SPECS[1], weighted, jnp.array(values))
     some = jnp.array(accepted, jnp.int32)

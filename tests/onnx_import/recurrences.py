@@ -39,7 +39,7 @@ class Case:
     axis: int
     opset: int = 21
     dtype: Any = np.float32
-    _programs: dict[bool, Any] = field(default_factory=dict)
+    _programs: list[Any] = field(default_factory=list)
 
     def model(self, feed: Row) -> onnx.ModelProto:
         """The graph of the node, `feed` as its inputs, with outputs Y, S."""
@@ -70,9 +70,7 @@ class Case:
         output, after = session.run(None, feed)
         return output, after
 
-    def packed(
-        self, rows: Sequence[Row], states: np.ndarray, tokens: int, *, one_token: bool = False
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def packed(self, rows: Sequence[Row], states: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """The importer's output and states, padded as the engine pads: to `tokens`, and to a row a state."""
         counts = [self.count(row) for row in rows]
         size, more = sum(counts), len(states) - len(rows)
@@ -88,9 +86,9 @@ class Case:
             owned=np.ones(len(states), bool),
             row_of=np.pad(np.repeat(np.arange(len(rows)), counts), (0, tokens - size)).astype(np.int32),
         )
-        if one_token not in self._programs:
-            self._programs[one_token] = self._program(rows[0], one_token)
-        output, after = map(np.asarray, self._programs[one_token](packed, states, batch))
+        if not self._programs:
+            self._programs.append(self._program(rows[0]))
+        output, after = map(np.asarray, self._programs[0](packed, states, batch))
         return np.take(output, np.arange(size), axis=self.axis), after
 
     def count(self, row: Row) -> int:
@@ -122,14 +120,14 @@ class Case:
             found += operator.check(call, tensors)
         return operator, call, found
 
-    def _program(self, feed: Row, one_token: bool) -> Any:
+    def _program(self, feed: Row) -> Any:
         operator, call, found = self._resolved(feed)
         assert found == []
         rules = [rule.name for rule in operator.inputs]
         names = dict(zip(call.node.inputs, rules, strict=False))
 
         def run(values: Row, states: jax.Array, rows: StateRows) -> tuple[jax.Array, jax.Array]:
-            owner = RowStates({STATE: states}, rows, one_token=one_token, replayable=False)
+            owner = RowStates({STATE: states}, rows, replayable=False)
             env = Environment(jnp.zeros(0, jnp.int32), _no_attention, owner)
             given = {**{name: jnp.asarray(array) for name, array in self.constants.items()}, **values}
             arguments = dict.fromkeys(rules) | {names[name]: value for name, value in given.items()}

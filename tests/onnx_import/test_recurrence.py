@@ -240,7 +240,7 @@ def test_E6_case_C3_packed_rows_are_those_alone_however_they_are_cut(
         own = states[[nth, *range(3)]]
         outputs = []
         for token in range(case.count(row)):
-            output, own = case.packed([case.part(row, token, token + 1)], own, 4, one_token=True)
+            output, own = case.packed([case.part(row, token, token + 1)], own, 4)
             outputs.append(output)
         np.testing.assert_array_equal(own[0], after[nth])
         expected = np.take(whole, np.arange(ends[nth], ends[nth + 1]), axis=case.axis)
