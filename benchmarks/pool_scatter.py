@@ -98,7 +98,16 @@ def _model_without_weights(pool: Pool, context: int) -> jaxengine.Model:
         for i in range(pool.layers)
     )
     nothing = Plan(
-        input_ids="", position_ids="", logits="", token_axis=0, head=(), cut={}, tail=(), weights={}, fixed=()
+        input_ids="",
+        position_ids="",
+        logits="",
+        token_axis=0,
+        position_axes=(),
+        head=(),
+        cut={},
+        tail=(),
+        weights={},
+        fixed=(),
     )
     decoder = Decoder(layers=layers, fixed=(), vocab_size=1, params={}, identity="", plan=nothing)
     config = FolderConfig("", 1, context, context, (), None, None, {}, ())

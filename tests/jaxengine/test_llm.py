@@ -258,7 +258,7 @@ def test_F7_a_prompt_that_fails_costs_the_others_nothing(folder, llm):
     with LLM(folder, SIZES) as broken:
         poison = broken.tokenizer.encode("Z")[0]
         params = broken.model.decoder.params
-        (name,) = [name for name in params if name.endswith(":table")]
+        (name,) = [name for name in params if ":table" in name]
         scales = np.array(params[name].scales)
         scales[poison] = np.nan
         params[name] = dataclasses.replace(params[name], scales=scales)

@@ -75,7 +75,8 @@ def test_D6_pool_and_staging_fit_the_share_and_no_block_is_of_no_use(model, conf
         return
     resolved = resolve_config(model, config, free)
     blocks = resolved.num_blocks
-    assert resolved == dataclasses.replace(config, num_blocks=blocks, block_size=size)
+    batching = config.batching or "dynamic"
+    assert resolved == dataclasses.replace(config, num_blocks=blocks, block_size=size, batching=batching)
     assert fits(blocks)
     assert least <= blocks <= config.max_batch_size * a_row
     assert blocks == config.max_batch_size * a_row or not fits(blocks + 1)
