@@ -34,12 +34,7 @@ def reference_logits(
         CommandError: The graph takes something that isn't known, or ONNX Runtime can't load or run it.
     """
     file = folder.graph.file
-    proto = onnx.load(str(file), load_external_data=False)
-    for node in proto.graph.node:
-        if node.op_type == "MatMulNBits":
-            others = [attribute for attribute in node.attribute if attribute.name != "accuracy_level"]
-            del node.attribute[:]
-            node.attribute.extend([*others, onnx.helper.make_attribute("accuracy_level", 1)])
+    proto = _runnable(folder)
     options = runtime.SessionOptions()
     options.log_severity_level = 4
     # Where the session looks for external data, since it gets the graph as bytes.
@@ -64,6 +59,35 @@ def reference_logits(
     return found
 
 
+def _runnable(folder: onnx_import.ModelFolder) -> onnx.ModelProto:
+    """The folder's graph, changed where ONNX Runtime would round more than the graph says, or refuses what it says."""
+    proto = onnx.load(str(folder.graph.file), load_external_data=False)
+    positions, row = folder.manifest.position_ids, "jaxengine/one_row_of_positions"
+    three_rows = len(folder.graph.inputs.get(positions, (None, ()))[1]) == 3
+    used = False
+    for node in proto.graph.node:
+        if node.op_type == "MatMulNBits":
+            others = [attribute for attribute in node.attribute if attribute.name != "accuracy_level"]
+            del node.attribute[:]
+            node.attribute.extend([*others, onnx.helper.make_attribute("accuracy_level", 1)])
+        elif node.op_type == "RotaryEmbedding" and three_rows and node.input[1] == positions:
+            # M-RoPE's three rows are one for text, and the kernel takes one.
+            node.input[1], used = row, True
+    if used:
+        zero = onnx.helper.make_tensor(f"{row}/index", onnx.TensorProto.INT64, [], [0])
+        proto.graph.initializer.append(zero)
+        proto.graph.node.insert(0, onnx.helper.make_node("Gather", [positions, zero.name], [row], axis=0))
+    return proto
+
+
+def _slots(folder: onnx_import.ModelFolder, cache: str) -> int:
+    """How many slots an empty cache has: a windowed one that keeps no more than its window has them from the start."""
+    for node in folder.graph.nodes:
+        if cache in node.inputs and node.attributes.get("sliding_window_cache"):
+            return int(node.attributes["local_window_size"])
+    return 0
+
+
 def session_inputs(
     folder: onnx_import.ModelFolder, model: Model, ids: np.ndarray
 ) -> Iterator[tuple[str, np.ndarray]]:
@@ -86,9 +110,15 @@ def session_inputs(
             yield name, np.broadcast_to(plain[name].astype(dtype), sizes)
         elif name in states and states[name].kind == "paged_kv":
             num_heads, head_dim = heads[states[name].layer]
-            yield name, np.zeros((1, shape[1] or num_heads, 0, shape[3] or head_dim), dtype)
+            yield (
+                name,
+                np.zeros((1, shape[1] or num_heads, _slots(folder, name), shape[3] or head_dim), dtype),
+            )
         elif name in states:
             yield name, np.zeros([1, *(size or 1 for size in shape[1:])], dtype)
+        elif len(shape) == 5 and shape[0] == 2 and shape[2] and shape[4]:
+            # Keys and values in one tensor, as com.microsoft Attention keeps them.
+            yield name, np.zeros((2, 1, shape[2], 0, shape[4]), dtype)
         else:
             raise CommandError(
                 f"the graph of {folder.path} takes the input {name!r}, which verify can't fill; "

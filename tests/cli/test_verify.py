@@ -19,6 +19,7 @@ from jaxengine.cli import main
 from jaxengine.cli.errors import CommandError
 from jaxengine.cli.reference import reference_logits, require_runtime, session_inputs
 from jaxengine.cli.verify import compare
+from tests.fixtures.gpt2 import write_gpt2
 from tests.onnx_import.manifests import HYBRID, graph, manifest, section
 from tests.onnx_import.reference import edited, model, runtime_logits
 
@@ -61,6 +62,19 @@ def test_S3_the_packed_form_and_fast_weights_have_their_own_tolerances(capsys):
     out = capsys.readouterr().out
     assert "tolerance 0.15\n" in out
     assert 1e-4 < figures(out)[1] < 0.15
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_5"])
+def test_S3_case_C14_windowed_caches_and_rows_of_positions_are_as_the_runtime_takes_them(family, capsys):
+    """A cache with the slots of its window from the start; three rows of positions, of which the kernel takes one."""
+    assert main(["verify", str(model("cpu-fp32", family)), "--tokens", "20"]) == 0
+    assert 0 < figures(capsys.readouterr().out)[1] < 1e-4
+
+
+def test_S3_keys_and_values_in_one_tensor_are_filled(tmp_path, capsys):
+    """S2: as GPT-2 exports keep them."""
+    assert main(["verify", str(write_gpt2(tmp_path / "gpt2", "gpt2-one-past")), "--tokens", "5"]) == 0
+    assert 0 < figures(capsys.readouterr().out)[1] < 1e-4
 
 
 def share_embeddings(proto: onnx.ModelProto) -> None:
