@@ -45,11 +45,34 @@ def dense_attention(
     return jnp.einsum("hqk,khd->qhd", weights, values).astype(query.dtype), (key, value)
 
 
+class OneSequence:
+    """The fixed states of a step whose tokens are one sequence from its first token on."""
+
+    def window(self, spec: onnx_import.FixedSpec, values: jax.Array) -> tuple[jax.Array, Any]:
+        length = spec.shape[1]
+        padded = jnp.concatenate([jnp.zeros((length, spec.shape[0]), spec.dtype), values])
+        before = jnp.stack([padded[i : i + len(values)] for i in range(length)], axis=2)
+        return before, padded[len(values) :].T
+
+    def scan(self, spec: onnx_import.FixedSpec, step: onnx_import.Step, inputs: Any) -> tuple[Any, Any]:
+        def one(state: jax.Array, token: Any) -> tuple[jax.Array, Any]:
+            after, outputs = step(state[None], jax.tree.map(lambda x: x[None], token))
+            return after[0], jax.tree.map(lambda x: x[0], outputs)
+
+        after, outputs = jax.lax.scan(one, jnp.zeros(spec.shape, spec.dtype), inputs)
+        return outputs, after
+
+
 def logits(decoder: onnx_import.Decoder, tokens: np.ndarray, rows: np.ndarray | None = None) -> np.ndarray:
-    """The decoder's logits of one sequence, at all rows or those given."""
+    """The decoder's logits of one sequence that grows no longer, at all rows or those given."""
     positions = np.arange(len(tokens), dtype=np.int32)
     rows = positions if rows is None else rows.astype(np.int32)
-    run = jax.jit(lambda params, *args: decoder.apply(params, args[0], args[1], dense_attention, args[2])[0])
+    limits = np.full(len(tokens), len(tokens), np.int32)
+    run = jax.jit(
+        lambda params, *args: decoder.apply(
+            params, args[0], args[1], dense_attention, args[2], OneSequence(), limits
+        )[0]
+    )
     return np.asarray(run(decoder.params, tokens.astype(np.int32), positions, rows))
 
 
