@@ -18,7 +18,7 @@ from onnx_import.model_folder import ModelFolder
 from onnx_import.plan import Plan
 from onnx_import.protocols import AttentionSpec, FixedSpec, Step
 from onnx_import.registry import Environment
-from onnx_import.running import MISFITS, run_head, run_plan
+from onnx_import.running import MISFITS, run_head, run_tail
 from onnx_import.states import geometry_problems
 
 
@@ -47,20 +47,25 @@ def dry_run(plan: Plan, folder: ModelFolder) -> tuple[Plan, tuple[AttentionSpec,
         evidence.append(env.evidence)
         return env
 
-    def head(params: Any, tokens: jax.Array) -> dict[str, Any]:
-        return run_head(plan, params, tokens, environment(tokens))
+    folded: list[dict[str, np.ndarray]] = []
 
-    def whole(params: Any, tokens: jax.Array, rows: jax.Array) -> jax.Array:
-        return run_plan(plan, params, tokens, environment(tokens), rows)
+    def head(params: Any, tokens: jax.Array) -> dict[str, Any]:
+        values = run_head(plan, params, tokens, environment(tokens))
+        folded.append({name: value for name, value in values.items() if isinstance(value, np.ndarray)})
+        return values
+
+    def tail(params: Any, values: dict[str, Any], rows: jax.Array) -> jax.Array:
+        known = folded[values["tokens"].shape[0] == more.shape[0]]
+        return run_tail(plan, params, {**values["cut"], **known}, environment(values["tokens"]), rows)
 
     few, more, rows, more_rows = (jax.ShapeDtypeStruct((size,), jnp.int32) for size in (5, 7, 3, 4))
     structs = {key: weight.struct for key, weight in plan.weights.items()}
     try:
         shapes = [jax.eval_shape(head, structs, tokens) for tokens in (few, more)]
         plan = replace(plan, cut={name: _token_axis(shapes[0][name], shapes[1][name]) for name in plan.cut})
-        logits = jax.eval_shape(whole, structs, few, rows)
-        if evidence[2].keys() - evidence[0].keys():
-            jax.eval_shape(whole, structs, more, more_rows)
+        logits = jax.eval_shape(tail, structs, {"cut": shapes[0], "tokens": few}, rows)
+        if evidence[2]:
+            jax.eval_shape(tail, structs, {"cut": shapes[1], "tokens": more}, more_rows)
     except MISFITS as error:
         # JAX adds notes of its own.
         notes = getattr(error, "__notes__", ())

@@ -19,16 +19,7 @@ def run_plan(
     plan: Plan, params: Mapping[str, Any], tokens: jax.Array, env: Environment, logits_rows: jax.Array
 ) -> jax.Array:
     """The logits of `Decoder.apply`; what the callables hand back is left in `env`."""
-    # From the cut on only the wanted rows exist, so the last layer's tail and the head cost R rows, not T.
-    selected = {
-        name: value
-        if plan.cut[name] is None
-        else jnp.take(value, logits_rows, axis=plan.cut[name], mode="fill")
-        for name, value in run_head(plan, params, tokens, env).items()
-    }
-    run_calls(plan.tail, selected, params, env)
-    logits = selected[plan.logits]
-    return logits.reshape(-1, logits.shape[-1]).astype(jnp.float32)
+    return run_tail(plan, params, run_head(plan, params, tokens, env), env, logits_rows)
 
 
 def run_head(plan: Plan, params: Mapping[str, Any], tokens: jax.Array, env: Environment) -> dict[str, Any]:
@@ -38,6 +29,21 @@ def run_head(plan: Plan, params: Mapping[str, Any], tokens: jax.Array, env: Envi
     values = {plan.input_ids: ids, plan.position_ids: position_ids}
     run_calls(plan.head, values, params, env)
     return {name: values[name] for name in plan.cut}
+
+
+def run_tail(
+    plan: Plan, params: Mapping[str, Any], values: Mapping[str, Any], env: Environment, logits_rows: jax.Array
+) -> jax.Array:
+    """The logits of the wanted rows, from the values at the cut: tail and head cost rows, not tokens."""
+    selected = {
+        name: value
+        if plan.cut[name] is None
+        else jnp.take(value, logits_rows, axis=plan.cut[name], mode="fill")
+        for name, value in values.items()
+    }
+    run_calls(plan.tail, selected, params, env)
+    logits = selected[plan.logits]
+    return logits.reshape(-1, logits.shape[-1]).astype(jnp.float32)
 
 
 def run_calls(

@@ -137,12 +137,6 @@ def test_S3_convolutions_equal_the_runtimes(op_type: str, options: Mapping[str, 
     assert_equals_runtime(*convolution(op_type, **options), tolerance=2**-10 if half else 2e-6)
 
 
-def test_S3_the_standard_forms_equal_the_runtimes() -> None:
-    """S2: as ONNX itself has them since opset 27."""
-    assert_equals_runtime(*convolution("CausalConvWithState", activation="silu", domain=""))
-    assert_equals_runtime(*linear("gated_delta", (4, 2), domain=""))
-
-
 @pytest.mark.parametrize("rule", ["linear", "gated", "delta", "gated_delta"])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (2, 4)], ids=str)
 def test_S3_linear_attention_equals_the_runtimes(rule: str, heads: tuple[int, int]) -> None:
