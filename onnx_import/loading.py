@@ -11,7 +11,7 @@ from onnx_import.plan import Plan
 from onnx_import.registry import WeightPlan
 from onnx_import.weights import WeightFiles
 
-_RELEASE_AFTER = 1 << 24
+_RELEASE_AFTER = 1 << 22
 """Bytes made between two releases of the file's pages: touching a page anew costs time, and keeping it memory."""
 _ALIGNMENT = 64
 """Bytes; what XLA aligns its buffers to on a CPU."""
