@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 
 import hypothesis.strategies as st
 import numpy as np
@@ -37,6 +38,7 @@ def short(folder):
 
 
 def is_idle(llm):
+    gc.collect()  # The traceback of an error that an earlier test caught may hold handles in a cycle.
     metrics = llm._engine.metrics
     return (
         metrics.residents == 0
