@@ -40,10 +40,13 @@ FAULTS = (
 
 
 class Reference:
-    """ONNX Runtime on a folder's two-dimensional file, as `jaxengine verify` runs it."""
+    """ONNX Runtime on a folder's two-dimensional file, as `jaxengine verify` runs it.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._model = onnx_import.read_folder(folder), je.load_model(folder)
+    `model` may be any with the same heads; it tells their sizes, which the file leaves open.
+    """
+
+    def __init__(self, folder: Path, model: je.Model | None = None) -> None:
+        self._folder, self._model = onnx_import.read_folder(folder), model or je.load_model(folder)
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
         """float32[tokens, vocab] of one sequence, run at once from empty state."""
@@ -117,12 +120,12 @@ class Checks:
         """float32[tokens, vocab], the engine's own behind every token of every prompt."""
         return np.stack([row for served in self.alone for _, row in sorted(served.logits.items())])
 
-    def reference_logits(self, reference: Reference) -> np.ndarray:
-        """What a reference has in place of `logits`, after the same tokens.
+    def reference_logits(self, folder: Path) -> np.ndarray:
+        """What ONNX Runtime has on a folder in place of `logits`, after the same tokens.
 
         Where the likeliest token is the same everywhere, a greedy loop of the reference gives the engine's tokens.
         """
-        found = []
+        reference, found = Reference(folder, self.model), []
         for nth, served in enumerate(self.alone):
             sequence = np.concatenate([self.prompts[nth], served.tokens[0]]).astype(np.int64)
             # The reference chooses tables by the length of its input, the engine by the limit of the session.

@@ -64,7 +64,7 @@ def test_S3_the_packed_form_and_fast_weights_have_their_own_tolerances(capsys):
     assert 1e-4 < figures(out)[1] < 0.15
 
 
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_5"])
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def test_S3_case_C14_windowed_caches_and_rows_of_positions_are_as_the_runtime_takes_them(family, capsys):
     """A cache with the slots of its window from the start; three rows of positions, of which the kernel takes one."""
     assert main(["verify", str(model("cpu-fp32", family)), "--tokens", "20"]) == 0

@@ -12,7 +12,7 @@ import pytest
 
 import jaxengine as je
 from tests.jaxengine.serving import differences, serve
-from tests.model_checks import ALONE, Checks, Reference, compare
+from tests.model_checks import ALONE, Checks, compare
 from tests.onnx_import.reference import MODELS
 from tests.reference_folders import reference_folder, tolerance
 
@@ -38,7 +38,7 @@ def test_S3_J5_greedy_tokens_and_their_logits_are_the_runtimes(
 ) -> None:
     """123 of them, past windows, chunks and a long table's threshold; packed exports within their number format."""
     form, family, checks = folder
-    expected = checks.reference_logits(Reference(reference_folder(MODELS, form, family, tmp_path)))
+    expected = checks.reference_logits(reference_folder(MODELS, form, family, tmp_path))
     # A tenth of what is specified for float32; 1.4e-5 is seen in recurrences, else some 3e-6.
     allowed = tolerance(checks, MODELS, form, family, tmp_path) / (10 if form.startswith("cpu") else 1)
     found = compare(checks.logits, expected)
