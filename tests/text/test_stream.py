@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxengine.text import StreamDecoder, TextError, Tokenizer
+from jaxengine.text import StreamDecoder, TextError, Tokenizer, stream
 from jaxengine.text.pieces import read_piece_rules
 from tests.text import toy_tokenizers as toy
 
@@ -141,6 +141,51 @@ def test_what_waits_is_bounded_whatever_came_before(bytes_of_ids):
     for token in bytes_of_ids:
         stream.push(token)
         assert len(stream._utf8.getstate()[0]) <= 3
+
+
+@every_kind
+@given(data=st.data())
+def test_case_C18_states_are_values_that_decode_as_the_stream_does(kind, data):
+    """Every state, whenever it is used again, gives the same; and the pieces are the decoder's."""
+    tokenizer = TOKENIZERS[kind]
+    ids = data.draw(
+        ids_of(kind) | st.text(st.sampled_from(" aé世😀")).map(BACKENDS[kind].encode).map(lambda e: e.ids)
+    )
+    states, pieces = [stream.start(tokenizer)], []
+    for token in ids:
+        state, text = stream.advance(tokenizer, states[-1], token)
+        states.append(state)
+        pieces.append(text)
+    rest = stream.finish(tokenizer, states[-1])
+    assert (pieces, rest) == streamed(tokenizer, ids)
+    assert states[0] == stream.start(tokenizer)
+    for token, old, new, text in zip(ids, states, states[1:], pieces, strict=False):
+        assert stream.advance(tokenizer, old, token) == (new, text)
+        assert hash(stream.advance(tokenizer, old, token)[0]) == hash(new)
+        assert len(new.incomplete) <= 3
+    assert stream.finish(tokenizer, states[-1]) == rest
+
+
+@every_kind
+def test_T1_a_branch_of_a_text_leaves_the_others_alone(kind):
+    """Two continuations of one state: each is decoded as if the other hadn't been tried."""
+    tokenizer, backend = TOKENIZERS[kind], BACKENDS[kind]
+    word, other = ("hello", "big") if kind == "word_level" else ("a", "b")
+    first, second = backend.token_to_id(word), backend.token_to_id(other)
+    state, begin = stream.advance(tokenizer, stream.start(tokenizer), first)
+    for token in (second, first, second):
+        _, end = stream.advance(tokenizer, state, token)
+        assert begin + end == tokenizer.decode([first, token])
+
+
+def test_T1_spaces_still_to_drop_are_part_of_the_state():
+    """The first token may be a mere space; the one dropped space is then spent."""
+    tokenizer = TOKENIZERS["sentencepiece"]
+    space = BACKENDS["sentencepiece"].token_to_id("▁")
+    begin = stream.start(tokenizer)
+    dropped, text = stream.advance(tokenizer, begin, space)
+    assert (text, begin.leading_spaces, dropped.leading_spaces) == ("", 1, 0)
+    assert stream.advance(tokenizer, dropped, space)[1] == " "
 
 
 @pytest.mark.parametrize(
