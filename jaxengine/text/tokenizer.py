@@ -87,6 +87,11 @@ class Tokenizer:
         """One more than the highest token id."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    @property
+    def special_tokens(self) -> Mapping[int, str]:
+        """The special tokens, which no text shows, and how each is spelled."""
+        return self._special
+
     def require_fits(self, logits_width: int) -> None:
         """Raises `TextError` if the tokenizer has ids that a model with so many logits can't take or give."""
         if self.vocab_size > logits_width:
@@ -111,6 +116,16 @@ class Tokenizer:
             TextError: The text holds a lone surrogate, so it is no Unicode text.
         """
         return self._encode(self._backend, text, add_special_tokens)
+
+    def encode_within(self, text: str) -> list[int]:
+        """Token ids of text that stands inside a text.
+
+        Nothing is added or put in front, and the spelling of a special token is plain text.
+
+        Raises:
+            TextError: The text holds a lone surrogate, so it is no Unicode text.
+        """
+        return self._encode(self._within, text, add_special_tokens=False)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens` without special tokens; equals the joined strings of a `StreamDecoder`."""
@@ -198,6 +213,16 @@ class Tokenizer:
         assert separator is not None
         return backend, separator
 
+    @functools.cached_property
+    def _within(self) -> tokenizers.Tokenizer:
+        """A copy of the tokenizer that treats no place as the beginning of a text, and no text as special."""
+        description = json.loads(self._backend.to_str())
+        for part in ("normalizer", "pre_tokenizer"):
+            description[part] = description[part] and _without_prefix(description[part])
+        backend = tokenizers.Tokenizer.from_str(json.dumps(description))
+        backend.encode_special_tokens = True
+        return backend
+
     @staticmethod
     def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -213,6 +238,22 @@ class Tokenizer:
 def _state(decoder: Any) -> Mapping[str, Any] | None:
     """A decoder's description, as `tokenizer.json` holds it."""
     return None if decoder is None else json.loads(decoder.__getstate__())
+
+
+def _without_prefix(step: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """A normalizer or pre-tokenizer that puts nothing in front of a text; None where that was all it did."""
+    match step:
+        case {"type": "Prepend"}:
+            return None
+        case {"type": "Metaspace"}:
+            return {**step, "prepend_scheme": "never"}
+        case {"type": "ByteLevel"}:
+            return {**step, "add_prefix_space": False}
+        case {"type": "Sequence"}:
+            name = "normalizers" if "normalizers" in step else "pretokenizers"
+            return {**step, name: [kept for inner in step[name] if (kept := _without_prefix(inner))]}
+        case _:
+            return step
 
 
 def _read_config(path: Path) -> Mapping[str, Any]:
