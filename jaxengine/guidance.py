@@ -250,8 +250,8 @@ class Guides:
             raise GuidanceError("the grammar needs a token that it can't have; correct the grammar")
 
     def _ends(self, matcher: Any) -> bool:
-        """Whether the grammar may end, or must."""
-        return self._checked(matcher, lambda matcher: matcher.is_accepting() or matcher.is_stopped())
+        """Whether the grammar may end."""
+        return self._checked(matcher, lambda matcher: matcher.is_accepting())
 
     def _allows(self, row: np.ndarray, token: int) -> bool:
         return 0 <= token < 32 * len(row) and bool(row[token // 32] >> np.uint32(token % 32) & np.uint32(1))
@@ -347,6 +347,7 @@ class _Vocabulary:
         self.error: BaseException | None = None
         self._special = special
         self._encode = tokenizer.encode_within
+        self._encode("")  # what it builds at first, it builds now and not while a turn waits
 
     def __call__(self, text: str) -> list[int]:
         """Tokens that spell the text; what goes wrong is kept in `error`, since the library would panic at it."""

@@ -3,6 +3,7 @@
 The oracle for texts is `re` and `jsonschema`; for masks it is a fresh `Guides`, which has no cache to be wrong in.
 """
 
+import concurrent.futures
 import itertools
 import json
 import re
@@ -43,9 +44,14 @@ def guides() -> Guides:
     return fresh()
 
 
-@pytest.fixture(scope="session")
-def demo_guides(demo_folder: Path) -> Guides:
-    return Guides(Tokenizer.from_folder(demo_folder), [2], 49152)
+@pytest.fixture(scope="module")
+def demo_tokenizer(demo_folder: Path) -> Tokenizer:
+    return Tokenizer.from_folder(demo_folder)
+
+
+@pytest.fixture(scope="module")
+def demo_guides(demo_tokenizer: Tokenizer) -> Guides:
+    return Guides(demo_tokenizer, [2], 49152)
 
 
 def cursor(grammar: Grammar, tokens: Sequence[int] = (), drafts: Sequence[int] = ()) -> Cursor:
@@ -115,6 +121,18 @@ def test_L1_finished_text_matches_the_regular_expression(guides, pattern, seed):
     assert re.fullmatch(pattern, TOKENIZER.decode(tokens))
 
 
+@pytest.mark.parametrize("kind", KINDS[:3])
+@pytest.mark.parametrize("pattern", ["(the |Hello |world )+the", "<two words>(, user)?", "[a-z]{3}_[A-Z]"])
+def test_L1_finished_text_matches_whatever_the_kind_of_tokenizer(kind, pattern):
+    tokenizer = tokenizer_of(kind)
+    eos = tokenizer.encode(toy.EOS)[-1:]
+    guides = fresh(eos, tokenizer, 400)
+    finished = [simulated(guides, Grammar.regex(pattern), seed, eos=eos) for seed in range(4)]
+    assert any(finished)
+    for tokens in finished:
+        assert tokens is None or re.fullmatch(pattern, tokenizer.decode(tokens))
+
+
 ARITHMETIC = """
 start: sum
 sum: product ("+" product)*
@@ -153,13 +171,13 @@ def test_L1_finished_json_satisfies_its_schema(guides, name):
 
 @pytest.mark.demo
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_L1_finished_json_satisfies_its_schema_with_the_demo_tokenizer(demo_guides, demo_folder, name):
+def test_L1_finished_json_satisfies_its_schema_with_the_demo_tokenizer(demo_guides, demo_tokenizer, name):
     tokens = next(
         tokens
         for seed in itertools.count()
         if (tokens := simulated(demo_guides, Grammar.json_schema(SCHEMAS[name]), seed, 800, [2])) is not None
     )
-    text = Tokenizer.from_folder(demo_folder).decode(tokens)
+    text = demo_tokenizer.decode(tokens)
     jsonschema.validate(json.loads(text), SCHEMAS[name], jsonschema.Draft202012Validator)
 
 
@@ -179,10 +197,8 @@ def test_L1_spacing_equals_that_of_json_dumps(guides):
     value = {"a": [1, 2, {"b": None}], "c": "d"}
     grammar = Grammar.json_schema({"const": value})
     tokens = spelled(json.dumps(value))
-    for length, token in enumerate(tokens):
-        del token
-        assert not guides.is_complete(grammar, tokens[:length])
-    assert guides.is_complete(grammar, tokens)
+    complete = [guides.is_complete(grammar, tokens[:length]) for length in range(len(tokens) + 1)]
+    assert complete == [False] * len(tokens) + [True]
 
 
 # The tokenizer's table.
@@ -201,10 +217,9 @@ def test_L1_the_library_sees_the_bytes_that_the_tokenizer_gives(kind):
 
 
 @pytest.mark.demo
-def test_L1_the_library_sees_the_bytes_of_the_demo_tokenizer(demo_guides, demo_folder):
-    tokenizer = Tokenizer.from_folder(demo_folder)
-    for token in range(tokenizer.vocab_size):
-        piece = tokenizer.piece(token, first=False)
+def test_L1_the_library_sees_the_bytes_of_the_demo_tokenizer(demo_guides, demo_tokenizer):
+    for token in range(demo_tokenizer.vocab_size):
+        piece = demo_tokenizer.piece(token, first=False)
         assert demo_guides._table.is_special_token(token) == (piece is None)
         assert piece is None or demo_guides._table.decode_bytes([token]) == piece
 
@@ -371,6 +386,25 @@ def test_L1_a_turn_costs_one_copy_and_its_new_tokens(guides, monkeypatch):
     assert consumed == [1, 1, 4, 1, 13, 40]
 
 
+def test_L1_what_is_cached_is_bounded(guides):
+    guides = fresh()
+    tokens = spelled("ab" * 100)
+    for length in range(200):
+        masks(guides, cursor(Grammar.regex("[a-c]*"), tokens[:length]))
+    assert len(guides._matchers) == guides._capacity == guidance._SPARE_MATCHERS + 2
+
+
+def test_L3_masks_may_be_asked_for_from_any_thread(guides):
+    turns = [(grammar, tokens) for grammar, turns in zip(GRAMMARS, TURNS, strict=True) for tokens in turns]
+    calls = [cursor(grammar, tokens[:length]) for length in range(8) for grammar, tokens in turns] * 4
+    alone = fresh()
+    expected = [masks(alone, call) for call in calls]
+    shared = fresh()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for mask, known in zip(pool.map(lambda call: masks(shared, call), calls), expected, strict=True):
+            np.testing.assert_array_equal(mask, known)
+
+
 # Forced spans.
 
 
@@ -396,6 +430,10 @@ def test_L5_forced_tokens_are_the_only_ones_that_the_masks_allow(guides, place):
         assert np.flatnonzero(row).tolist() == [token]
     assert rows[-1].any()
     assert guides.forced(each.grammar, [*each.tokens, *forced]) == ()
+
+
+def test_C6_no_eos_is_forced_even_where_a_grammar_names_one(guides):
+    assert guides.forced(Grammar.lark(f'start: "a" {toy.END} "b"'), []) == tuple(spelled("a"))
 
 
 def test_L5_nothing_is_forced_where_there_is_a_choice(guides):
@@ -540,21 +578,23 @@ def test_C17_a_huge_grammar_is_refused_soon_and_shortly():
 def test_L3_a_transient_failure_passes_through_and_leaves_nothing_damaged(monkeypatch, failure):
     """L3: raised inside the library's call back into the tokenizer; the next try gives the right mask."""
     guides = fresh()
-    grammar = Grammar.regex("the world")
+    grammar = Grammar.regex("Hello world")
+    canonical = TOKENIZER.encode_within("Hello world")
+    assert guides._table.greedy_tokenize("Hello world") != canonical, "what the library would go on with"
     error = failure("once")
 
     def fail(text: str) -> list[int]:
         raise error
 
-    real = guides._vocabulary._encode
-    monkeypatch.setattr(guides._vocabulary, "_encode", fail)
-    for call in [allowed, Guides.forced]:
-        with pytest.raises(failure) as caught:
-            call(guides, grammar, [])
-        assert caught.value is error
-    monkeypatch.setattr(guides._vocabulary, "_encode", real)
-    assert allowed(guides, grammar) == allowed(fresh(), grammar)
-    assert list(guides.forced(grammar, [])) == TOKENIZER.encode_within("the world")
+    for call, right in [(allowed, {canonical[0]}), (Guides.forced, tuple(canonical))]:
+        with monkeypatch.context() as patch:
+            patch.setattr(guides._vocabulary, "_encode", fail)
+            with pytest.raises(failure) as caught:
+                call(guides, grammar, [])
+            assert caught.value is error
+            assert not guides._compiled
+        assert call(guides, grammar, []) == right
+        guides._forget(grammar)
 
 
 def test_C6_a_damaged_matcher_fails_none():
