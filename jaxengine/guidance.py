@@ -12,24 +12,20 @@ beginning of a text drops it from a turn that the grammar makes begin with one, 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
-import json
-import textwrap
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from jaxengine.grammars import Grammar, library, limits, one_line, source
 from jaxengine.text import Tokenizer
+
+__all__ = ["Cursor", "Grammar", "GuidanceError", "Guides"]
 
 T = TypeVar("T")
 
-# Left to itself the library allows any run of blanks between the parts of JSON, so that a model could write blanks up
-# to its limit. This spacing is that of `json.dumps`; being fixed, it is forced too.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_SPACING_KEYS = {*_SPACING, "whitespace_pattern"}
 # How many tokens a cursor may have moved on from a matcher that is still looked for: drafts and forced spans mostly.
 _LOOKBACK = 64
 _GRAMMARS = 256
@@ -46,69 +42,6 @@ class GuidanceError(ValueError):
     def __init__(self, message: str, cursor: int = 0) -> None:
         super().__init__(message)
         self.cursor = cursor
-
-
-@dataclasses.dataclass(frozen=True)
-class Grammar:
-    """What a turn may say, from one of the three constructors; equal grammars share what is compiled for them.
-
-    Attributes:
-        kind: The language that `text` is in.
-        text: The schema as JSON, the regular expression or the Lark grammar.
-    """
-
-    kind: Literal["json_schema", "regex", "lark"]
-    text: str
-
-    @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | str | bool) -> Grammar:
-        """JSON that satisfies a schema, with properties in the schema's order.
-
-        Without spacing in the schema's own `x-guidance` (the library's options), it is that of `json.dumps`: no line
-        breaks, one blank after a comma or colon. So blanks between the parts of the JSON are bounded.
-
-        Args:
-            schema: A JSON schema, or its text.
-
-        Raises:
-            ValueError: It is no JSON schema, nothing satisfies it, or it asks for what the library can't enforce.
-            ImportError: llguidance isn't installed.
-        """
-        try:
-            value = json.loads(schema) if isinstance(schema, str) else schema
-            value = {} if value is True else value
-            if not isinstance(value, Mapping):
-                reason = "nothing satisfies false" if value is False else "it is no object"
-                raise ValueError(reason)
-            options = value.get("x-guidance", {})
-            if isinstance(options, Mapping) and not _SPACING_KEYS & options.keys():
-                value = {**value, "x-guidance": {**_SPACING, **options}}
-            text = json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"the JSON schema can't be used: {error}") from error
-        return _accepted(cls("json_schema", text))
-
-    @classmethod
-    def regex(cls, pattern: str) -> Grammar:
-        """Text that matches a regular expression as a whole, in the syntax of Rust's `regex`, without look-around.
-
-        Raises:
-            ValueError: The pattern is empty, invalid, or matches nothing.
-            ImportError: llguidance isn't installed.
-        """
-        return _accepted(cls("regex", _text("pattern", pattern)))
-
-    @classmethod
-    def lark(cls, text: str) -> Grammar:
-        """Text that a Lark grammar, in the library's dialect, derives from its rule `start`.
-
-        Special tokens appear only where the grammar names them, and those that end a turn only at its end.
-
-        Raises:
-            ValueError: The grammar is empty, invalid, incomplete, or matches nothing.
-            ImportError: llguidance isn't installed.
-        """
-        return _accepted(cls("lark", _text("grammar", text)))
 
 
 class Cursor(NamedTuple):
@@ -150,7 +83,7 @@ class Guides:
         self.vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self._vocabulary = _Vocabulary(tokenizer, self._eos)
-        self._table = _library().LLTokenizer(self._vocabulary)
+        self._table = library().LLTokenizer(self._vocabulary)
         self._vocabulary.greedy = self._table.greedy_tokenize
         self._eos_row = _bits(self._eos, vocab_size)
         self._plain_row = ~_bits([*self._eos, *range(len(self._vocabulary.tokens), vocab_size)], vocab_size)
@@ -164,7 +97,8 @@ class Guides:
         """Writes the masks of the next tokens.
 
         Each cursor has 1 + len(drafts) rows in order: after its tokens, after those and the first draft, and so on.
-        Rows behind a draft that its mask refuses, or that ends the turn, hold the EOS ids. An EOS id is allowed
+        Rows behind a draft that its mask refuses, or that ends the turn, hold the EOS ids. A mask refuses a draft, too,
+        behind which the grammar has no token, since that would end the turn in an error. An EOS id is allowed
         exactly where the grammar may end; a row without any id is one where it can only end and there is no EOS id.
         Masks follow the tokenizer's own spelling: where the grammar forces text, they allow its next token only.
 
@@ -186,7 +120,7 @@ class Guides:
             row = 0
             for place, cursor in enumerate(cursors):
                 rows = out[row : row + 1 + len(cursor.drafts)]
-                self._settled(cursor.grammar, place, functools.partial(self._fill, cursor, rows))
+                self._fill_checked(place, cursor, rows)
                 row += len(rows)
 
     def forced(self, grammar: Grammar, tokens: Sequence[int] | np.ndarray) -> tuple[int, ...]:
@@ -197,16 +131,16 @@ class Guides:
         Raises:
             GuidanceError: As in `fill`.
         """
-
-        def work() -> tuple[int, ...]:
-            return tuple(
-                self._checked(self._matcher(grammar, tokens), lambda matcher: matcher.compute_ff_tokens())
-            )
-
         with self._lock:
-            forced = self._settled(grammar, 0, work)
+            forced = self._settled(
+                grammar,
+                0,
+                lambda: self._checked(
+                    self._matcher(grammar, tokens), lambda matcher: matcher.compute_ff_tokens()
+                ),
+            )
         ends = [place for place, token in enumerate(forced) if token in self._eos]
-        return forced[: ends[0]] if ends else forced
+        return tuple(forced[: ends[0]] if ends else forced)
 
     def is_complete(self, grammar: Grammar, tokens: Sequence[int] | np.ndarray) -> bool:
         """Whether the turn may end after `tokens`.
@@ -214,12 +148,25 @@ class Guides:
         Raises:
             GuidanceError: As in `fill`.
         """
-
-        def work() -> bool:
-            return self._ends(self._matcher(grammar, tokens))
-
         with self._lock:
-            return self._settled(grammar, 0, work)
+            return self._settled(grammar, 0, lambda: self._ends(self._matcher(grammar, tokens)))
+
+    def _fill_checked(self, place: int, cursor: Cursor, rows: np.ndarray) -> None:
+        """Writes a cursor's rows; a draft behind which nothing can follow is refused, and no error of the turn."""
+        failure: GuidanceError | None = None
+        for kept in range(len(cursor.drafts), -1, -1):
+            shorter = cursor._replace(drafts=cursor.drafts[:kept])
+            try:
+                self._settled(cursor.grammar, place, functools.partial(self._fill, shorter, rows))
+            except GuidanceError as error:
+                failure = error
+                continue
+            if failure is not None:
+                rows[kept] &= ~_bits([cursor.drafts[kept]], self.vocab_size)
+            if rows[kept].any() or failure is None:
+                return
+        assert failure is not None
+        raise failure
 
     def _fill(self, cursor: Cursor, rows: np.ndarray) -> None:
         matcher = self._matcher(cursor.grammar, cursor.tokens)
@@ -301,7 +248,7 @@ class Guides:
     def _compile(self, grammar: Grammar) -> Any:
         """The matcher before the first token."""
         if grammar not in self._compiled:
-            matcher = _library().LLMatcher(self._table, _source(grammar), log_level=0, limits=_limits())
+            matcher = library().LLMatcher(self._table, source(grammar), log_level=0, limits=limits())
             self._compiled[grammar] = self._checked(matcher, lambda matcher: matcher)
             if len(self._compiled) > _GRAMMARS:
                 self._compiled.popitem(last=False)
@@ -321,7 +268,7 @@ class Guides:
         if error is not None:
             raise error
         if matcher.is_error():
-            raise GuidanceError(f"the grammar can't go on: {_sentence(matcher.get_error())}")
+            raise GuidanceError(f"the grammar can't go on: {one_line(matcher.get_error())}")
         return result
 
 
@@ -368,79 +315,8 @@ class _Vocabulary:
         return joined == text.encode() and self._special.isdisjoint(tokens)
 
 
-_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
-
-
-def _accepted(grammar: Grammar) -> Grammar:
-    """The grammar itself, compiled once for a vocabulary of bytes to see whether it has a first token."""
-    library = _library()
-    try:
-        source = _source(grammar)
-        failed, messages = library.LLMatcher.validate_grammar_with_warnings(source, limits=_limits())
-        reason = messages[0] if failed else ""
-        # A warning is about special tokens, which only the model's own tokenizer can judge.
-        if not messages:
-            matcher = library.LLMatcher(_byte_table(), source, log_level=0, limits=_limits())
-            matcher.compute_bitmask()
-            reason = matcher.get_error()
-    except ValueError as error:
-        reason = str(error)
-    if reason:
-        raise ValueError(f"the {_NAMES[grammar.kind]} can't be used: {_sentence(reason)}")
-    return grammar
-
-
-def _source(grammar: Grammar) -> str:
-    """The grammar in the library's own notation."""
-    if grammar.kind == "regex":
-        return _library().LLMatcher.grammar_from_regex(grammar.text)
-    key, value = (
-        ("json_schema", json.loads(grammar.text))
-        if grammar.kind == "json_schema"
-        else ("lark_grammar", grammar.text)
-    )
-    return json.dumps({"grammars": [{key: value}]})
-
-
-@functools.cache
-def _limits() -> Any:
-    """Limits of a grammar; errors don't repeat it.
-
-    The library counts symbols in 16 bits and panics beyond, after minutes for a large grammar; this refuses it in
-    seconds.
-    """
-    return _library().LLParserLimits(verbose_errors=False, max_grammar_size=50_000)
-
-
-@functools.cache
-def _byte_table() -> Any:
-    return _library().LLTokenizer("byte")
-
-
-def _library() -> Any:
-    try:
-        import llguidance
-    except ImportError as error:
-        raise ImportError("grammars need the library llguidance; install jaxengine[guidance]") from error
-    return llguidance
-
-
 def _bits(tokens: Collection[int], vocab_size: int) -> np.ndarray:
     """uint32[ceil(vocab_size / 32)] with the bits of `tokens` set."""
     flags = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     flags[list(tokens)] = 1
     return np.packbits(flags, bitorder="little").view("<u4").astype(np.uint32)
-
-
-def _text(name: str, value: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"the {name} is {value!r}; give a text")
-    if not value:
-        raise ValueError(f"the {name} is empty; give one that has something to say")
-    return value
-
-
-def _sentence(reason: str) -> str:
-    """The library's reason on one line of bounded length, without its dump of the parser."""
-    reason = textwrap.shorten(reason.partition("\n<")[0], 500)
-    return "no text satisfies it" if reason == "NoExtensionBias" else reason

@@ -110,8 +110,8 @@ def test_C17_a_grammar_that_this_tokenizer_cannot_satisfy_is_a_permanent_error()
 
 
 def with_limits(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
-    small = guidance._library().LLParserLimits(verbose_errors=False, **limits)
-    monkeypatch.setattr(guidance, "_limits", lambda: small)
+    small = guidance.library().LLParserLimits(verbose_errors=False, **limits)
+    monkeypatch.setattr(guidance, "limits", lambda: small)
 
 
 def test_C17_a_limit_of_the_library_is_a_permanent_error_of_that_cursor(monkeypatch):

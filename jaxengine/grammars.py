@@ -1,0 +1,157 @@
+"""Grammars: JSON schemas, regular expressions and Lark, refused when they are made if nothing can come of them.
+
+The library is llguidance, imported when the first grammar is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import textwrap
+from collections.abc import Mapping
+from typing import Any, Literal
+
+# Left to itself the library allows any run of blanks between the parts of JSON, so that a model could write blanks up
+# to its limit. This spacing is that of `json.dumps`; being fixed, it is forced too.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_SPACING_KEYS = {*_SPACING, "whitespace_pattern"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Grammar:
+    """What a turn may say, from one of the three constructors; equal grammars share what is compiled for them.
+
+    Attributes:
+        kind: The language that `text` is in.
+        text: The schema as JSON, the regular expression or the Lark grammar.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str | bool) -> Grammar:
+        """JSON that satisfies a schema, with properties in the schema's order.
+
+        Without spacing in the schema's own `x-guidance` (the library's options), it is that of `json.dumps`: no line
+        breaks, one blank after a comma or colon. So blanks between the parts of the JSON are bounded.
+
+        Args:
+            schema: A JSON schema, or its text.
+
+        Raises:
+            ValueError: It is no JSON schema, nothing satisfies it, or it asks for what the library can't enforce.
+            ImportError: llguidance isn't installed.
+        """
+        try:
+            value = json.loads(schema) if isinstance(schema, str) else schema
+            value = {} if value is True else value
+            if not isinstance(value, Mapping):
+                reason = "nothing satisfies false" if value is False else "it is no object"
+                raise ValueError(reason)
+            options = value.get("x-guidance", {})
+            if isinstance(options, Mapping) and not _SPACING_KEYS & options.keys():
+                value = {**value, "x-guidance": {**_SPACING, **options}}
+            text = json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"the JSON schema can't be used: {error}") from error
+        return _accepted(cls("json_schema", text))
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that matches a regular expression as a whole, in the syntax of Rust's `regex`, without look-around.
+
+        Raises:
+            ValueError: The pattern is empty, invalid, or matches nothing.
+            ImportError: llguidance isn't installed.
+        """
+        return _accepted(cls("regex", _text("pattern", pattern)))
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """Text that a Lark grammar, in the library's dialect, derives from its rule `start`.
+
+        Special tokens appear only where the grammar names them, and those that end a turn only at its end.
+
+        Raises:
+            ValueError: The grammar is empty, invalid, incomplete, or matches nothing.
+            ImportError: llguidance isn't installed.
+        """
+        return _accepted(cls("lark", _text("grammar", text)))
+
+
+_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
+
+
+def _accepted(grammar: Grammar) -> Grammar:
+    """The grammar itself, compiled once for a vocabulary of bytes to see whether it has a first token."""
+    llguidance = library()
+    try:
+        compiled = source(grammar)
+        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(compiled, limits=limits())
+        reason = messages[0] if failed else ""
+        # A warning is about special tokens, which only the model's own tokenizer can judge.
+        if not messages:
+            matcher = llguidance.LLMatcher(_byte_table(), compiled, log_level=0, limits=limits())
+            matcher.compute_bitmask()
+            reason = matcher.get_error()
+    except ValueError as error:
+        reason = str(error)
+    if reason:
+        raise ValueError(f"the {_NAMES[grammar.kind]} can't be used: {one_line(reason)}")
+    return grammar
+
+
+def source(grammar: Grammar) -> str:
+    """The grammar in the library's own notation."""
+    if grammar.kind == "regex":
+        return library().LLMatcher.grammar_from_regex(grammar.text)
+    key, value = (
+        ("json_schema", json.loads(grammar.text))
+        if grammar.kind == "json_schema"
+        else ("lark_grammar", grammar.text)
+    )
+    return json.dumps({"grammars": [{key: value}]})
+
+
+@functools.cache
+def limits() -> Any:
+    """Limits of a grammar; errors don't repeat it.
+
+    The library counts symbols in 16 bits and panics beyond, after minutes for a large grammar; this refuses it in
+    seconds.
+    """
+    return library().LLParserLimits(verbose_errors=False, max_grammar_size=50_000)
+
+
+@functools.cache
+def _byte_table() -> Any:
+    return library().LLTokenizer("byte")
+
+
+def library() -> Any:
+    """The library.
+
+    Raises:
+        ImportError: It isn't installed.
+    """
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ImportError("grammars need the library llguidance; install jaxengine[guidance]") from error
+    return llguidance
+
+
+def _text(name: str, value: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"the {name} is {value!r}; give a text")
+    if not value:
+        raise ValueError(f"the {name} is empty; give one that has something to say")
+    return value
+
+
+def one_line(reason: str) -> str:
+    """The library's reason on one line of bounded length, without its dump of the parser."""
+    reason = textwrap.shorten(reason.partition("\n<")[0], 500)
+    return "no text satisfies it" if reason == "NoExtensionBias" else reason
