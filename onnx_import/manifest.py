@@ -43,6 +43,15 @@ _WINDOW_KEYS = frozenset(
     "window_size layers slide_key_value_cache slide_inputs cache_slack pad_value alignment".split()
 )
 
+_TABLE_OFFSETS = frozenset(
+    (
+        "multiRotaryCacheConcatOffset",
+        "multi_rotary_cache_concat_offset",
+        "nv_multi_rotary_cache_concat_offset",
+    )
+)
+"""Provider options, of WebGPU and of TensorRT RTX, that say at which row of the rotary tables the long ones begin."""
+
 
 @dataclass(frozen=True)
 class StateNames:
@@ -166,6 +175,7 @@ def read_decoder(decoder: Section) -> DecoderConfig:
     decoder.note_unknown(_DECODER_KEYS)
     if "pipeline" in decoder.values:
         raise decoder.fail("pipeline", "splits the decoder into several graphs, which isn't supported")
+    _check_rotary_tables(decoder)
     inputs, outputs = decoder.section("inputs"), decoder.section("outputs")
     num_layers = decoder.integer("num_hidden_layers", at_most=_MOST_LAYERS)
     names = _names(inputs, outputs)
@@ -180,6 +190,21 @@ def read_decoder(decoder: Section) -> DecoderConfig:
         declared=_declared(decoder, names, num_layers),
         sliding_window=_sliding_window(decoder, num_layers),
     )
+
+
+def _check_rotary_tables(decoder: Section) -> None:
+    """Refuse long rotary tables that lie behind the short ones where a provider's kernels choose, not the graph."""
+    session = decoder.values.get("session_options")
+    providers = session.get("provider_options") if isinstance(session, dict) else None
+    for index, entry in enumerate(providers if isinstance(providers, list) else ()):
+        for provider, options in entry.items() if isinstance(entry, dict) else ():
+            for name in sorted(_TABLE_OFFSETS & options.keys()) if isinstance(options, dict) else ():
+                if str(options[name]) != "0":
+                    raise decoder.fail(
+                        f"session_options.provider_options[{index}].{provider}.{name}",
+                        f"is {options[name]!r}, for rotary tables of short and long factors in one, between which "
+                        "only that provider's kernels choose; export the model for cpu or cuda",
+                    )
 
 
 def _names(inputs: Section, outputs: Section) -> dict[str, StateNames]:

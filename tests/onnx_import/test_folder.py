@@ -183,6 +183,34 @@ def test_case_C19_wrong_values_name_file_and_key(tmp_path: Path, change: Change,
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("provider", "option"),
+    [
+        ("webgpu", "multiRotaryCacheConcatOffset"),
+        ("NvTensorRtRtx", "multi_rotary_cache_concat_offset"),
+        ("NvTensorRtRtx", "nv_multi_rotary_cache_concat_offset"),
+    ],
+)
+def test_case_C14_tables_between_which_only_a_provider_chooses_are_refused(
+    tmp_path: Path, provider: str, option: str
+) -> None:
+    """Case C14, S2: the graph would read the rows of the long factors as if they followed those of the short ones."""
+    providers = [{"cuda": {}}, {provider: {"enable_cuda_graph": "1", option: "32"}}]
+    folder = folder_with(tmp_path, put("model.decoder.session_options.provider_options", providers))
+    key = f"model.decoder.session_options.provider_options[1].{provider}.{option}"
+    with pytest.raises(onnx_import.FolderError, match=re.escape(f"key {key!r} is '32'")):
+        onnx_import.read_folder(folder)
+
+
+@pytest.mark.parametrize("value", ["0", 0, "absent"])
+def test_case_C14_a_provider_without_such_tables_changes_nothing(tmp_path: Path, value: Any) -> None:
+    options = {"enableGraphCapture": "1"} | (
+        {} if value == "absent" else {"multiRotaryCacheConcatOffset": value}
+    )
+    change = put("model.decoder.session_options.provider_options", [{"webgpu": options}])
+    assert config_with(tmp_path, change) == onnx_import.read_folder(model("cpu-fp32")).config
+
+
 def test_T2_missing_and_broken_folders(tmp_path: Path) -> None:
     """T2: a missing folder, a file, a folder without a config, broken JSON, JSON that isn't an object."""
     (tmp_path / "empty").mkdir()
