@@ -114,6 +114,12 @@ def parse_graph(file: Path) -> Graph:
 
 def graph_of(model: onnx.ModelProto, file: Path) -> Graph:
     """The graph of a model that was read from `file`, beside which its external data lies."""
+    for proto in model.graph.node:
+        if not (proto.output and proto.output[0]):
+            raise FolderError(
+                f"{file} has the node {proto.name!r} of type {proto.op_type!r} without a first output; export the "
+                "model again."
+            )
     initializers = {proto.name: _tensor(proto.name, proto) for proto in model.graph.initializer}
     nodes, tensors = _fold([_node(proto) for proto in model.graph.node], initializers)
     return Graph(
@@ -145,7 +151,8 @@ def live_nodes(
 def _node(proto: onnx.NodeProto) -> Node:
     attributes = {item.name: onnx.helper.get_attribute_value(item) for item in proto.attribute}
     attributes = {
-        key: value.decode() if isinstance(value, bytes) else value for key, value in attributes.items()
+        key: value.decode(errors="replace") if isinstance(value, bytes) else value
+        for key, value in attributes.items()
     }
     domain = "" if proto.domain == "ai.onnx" else proto.domain
     return Node(domain, proto.op_type, proto.name, tuple(proto.input), tuple(proto.output), attributes)
@@ -160,10 +167,19 @@ def _value_type(file: Path, value: onnx.ValueInfoProto) -> tuple[np.dtype, tuple
 
 
 def _tensor(name: str, proto: onnx.TensorProto) -> Tensor:
+    if proto.data_type not in onnx.helper.get_all_tensor_dtypes():
+        raise WeightError(
+            f"Tensor {name!r} has the element type {proto.data_type}, which ONNX doesn't define."
+        )
     dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(proto.data_type))
     shape = tuple(proto.dims)
     if proto.data_location != onnx.TensorProto.EXTERNAL:
-        raw = onnx.numpy_helper.to_array(proto)
+        try:
+            raw = onnx.numpy_helper.to_array(proto)
+        except ValueError as error:
+            raise WeightError(
+                f"Tensor {name!r} of shape {list(shape)} doesn't fit its data: {error}."
+            ) from None
         return Tensor(name, dtype, shape, shape, False, None, 0, raw.nbytes, raw)
     entries = {entry.key: entry.value for entry in proto.external_data}
     nbytes = stored_bytes(shape, dtype)
@@ -218,7 +234,9 @@ def constant_outputs(graph: onnx.GraphProto) -> tuple[Tensor, ...]:
 
 
 def _reshaped(node: Node, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    if node.op_type != "Reshape" or node.domain or not all(name in tensors for name in node.inputs):
+    if node.op_type != "Reshape" or node.domain or len(node.inputs) != 2:
+        return None
+    if not all(name in tensors for name in node.inputs):
         return None
     data, shape = (tensors[name] for name in node.inputs)
     if data.transposed or shape.raw is None or node.attributes.get("allowzero") or (shape.raw <= 0).any():
@@ -228,7 +246,7 @@ def _reshaped(node: Node, tensors: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _transposed(node: Node, tensors: Mapping[str, Tensor]) -> Tensor | None:
-    if node.op_type != "Transpose" or node.domain or node.inputs[0] not in tensors:
+    if node.op_type != "Transpose" or node.domain or not tensors.keys() & node.inputs[:1]:
         return None
     data = tensors[node.inputs[0]]
     if len(data.shape) != 2 or list(node.attributes.get("perm", (1, 0))) != [1, 0]:

@@ -32,7 +32,8 @@ def with_all_rows(graph: Graph) -> Graph:
 
 
 def _is_gather(node: Node, axis: int) -> bool:
-    return node.op_type == "Gather" and not node.domain and node.attributes.get("axis", 0) == axis
+    is_gather = node.op_type == "Gather" and not node.domain and len(node.inputs) == 2
+    return is_gather and node.attributes.get("axis", 0) == axis
 
 
 def _widened_last_row(node: Node, users: dict[str, list[Node]], graph: Graph) -> str | None:

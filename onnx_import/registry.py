@@ -57,10 +57,19 @@ class Input:
 
 @dataclass(frozen=True)
 class Attribute:
-    """An honoured attribute: its default, and where not every value is honoured, the ones that are."""
+    """An honoured attribute: its default, and where not every value is honoured, the ones that are.
+
+    `of` is the type of its values where the default doesn't tell; a required one is an integer unless it says more.
+    """
 
     default: Any = REQUIRED
     only: tuple[Any, ...] | None = None
+    of: type | None = None
+
+    @property
+    def kind(self) -> type:
+        """The type that a value has as read from a file."""
+        return self.of or (int if self.default is REQUIRED or self.default is None else type(self.default))
 
 
 @dataclass(frozen=True)
@@ -211,7 +220,7 @@ def _attributes(operator: Operator, node: Node, problems: list[str]) -> dict[str
         rule = operator.attributes.get(name)
         if rule is None:
             problems.append(f"{node.label} has attribute {name!r}, which isn't known")
-        elif rule.only is not None and value not in rule.only:
+        elif not isinstance(value, rule.kind) or (rule.only is not None and value not in rule.only):
             problems.append(f"{node.label} has {name}={value!r}, which isn't supported")
         values[name] = value
     for name, value in values.items():

@@ -190,8 +190,8 @@ _GROUPED_ATTRIBUTES = {
     "causal": Attribute(1, only=(1,)),
     "kv_cache_bit_width": Attribute(0, only=(0,)),
     "qk_output": Attribute(0, only=(0,)),
-    "q_norm_epsilon": Attribute(None),
-    "k_norm_epsilon": Attribute(None),
+    "q_norm_epsilon": Attribute(None, of=float),
+    "k_norm_epsilon": Attribute(None, of=float),
     "sliding_window_cache": Attribute(0, only=(0, 1)),
     "smooth_softmax": Attribute(-1, only=(-1, 0, 1)),
 }

@@ -149,7 +149,7 @@ _ATTRIBUTES = {
     "q_num_heads": Attribute(None),
     "kv_num_heads": Attribute(None),
     "qk_matmul_output_mode": Attribute(0, only=(0, 1, 2, 3)),
-    "scale": Attribute(None),
+    "scale": Attribute(None, of=float),
     "softcap": Attribute(0.0),
     "softmax_precision": Attribute(
         None, only=(None, onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)

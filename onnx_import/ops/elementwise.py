@@ -195,7 +195,7 @@ OPERATORS = (
         "Clip",
         6,
         lambda x, **limits: _clip(x, limits["min"], limits["max"]),
-        {"min": Attribute(None), "max": Attribute(None)},
+        {"min": Attribute(None, of=float), "max": Attribute(None, of=float)},
     ),
     Operator(
         "",

@@ -168,7 +168,7 @@ OPERATORS = (
         1,
         _INPUTS,
         # Which stream fills which part of a row says nothing where all streams are one.
-        {**_ATTRIBUTES, "mrope_section": Attribute(), "mrope_layout": Attribute(0, only=(0, 1))},
+        {**_ATTRIBUTES, "mrope_section": Attribute(of=list), "mrope_layout": Attribute(0, only=(0, 1))},
         _run,
         check=_check,
     ),

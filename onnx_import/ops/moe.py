@@ -254,7 +254,7 @@ _ATTRIBUTES = {
     "activation_alpha": Attribute(1.0),
     "activation_beta": Attribute(0.0),
     "swiglu_fusion": Attribute(0, only=(0, 1, 2)),
-    "swiglu_limit": Attribute(None),
+    "swiglu_limit": Attribute(None, of=float),
     "swiglu_limit_after_activation": Attribute(0, only=(0, 1)),
     "normalize_routing_weights": Attribute(0, only=(0, 1)),
     "use_sparse_mixer": Attribute(0, only=(0, 1)),

@@ -119,7 +119,7 @@ OPERATORS = (
             "do_rotary": Attribute(0, only=(0,)),
             "rotary_embedding_dim": Attribute(0),
             "past_present_share_buffer": Attribute(0),
-            "qkv_hidden_sizes": Attribute(None),
+            "qkv_hidden_sizes": Attribute(None, of=list),
         },
         _fused,
         caches=(1,),

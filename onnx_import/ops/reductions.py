@@ -147,7 +147,7 @@ def _cumulative_sum(call: Call, args: Arguments, env: Environment) -> Results:
 
 
 _KEEP = {"keepdims": Attribute(1, only=(0, 1))}
-_BY_ATTRIBUTE = {**_KEEP, "axes": Attribute(None)}
+_BY_ATTRIBUTE = {**_KEEP, "axes": Attribute(None, of=list)}
 _BY_INPUT = {**_KEEP, "noop_with_empty_axes": Attribute(0, only=(0, 1))}
 
 

@@ -222,10 +222,10 @@ OPERATORS = (
     _operator(
         "Reshape", 14, (_any("data"), static("shape")), _reshape, {"allowzero": Attribute(0, only=(0, 1))}
     ),
-    _operator("Transpose", 1, (_any("data"),), _transpose, {"perm": Attribute(None)}),
-    _operator("Squeeze", 1, (_any("data"),), _squeeze, {"axes": Attribute(None)}),
+    _operator("Transpose", 1, (_any("data"),), _transpose, {"perm": Attribute(None, of=list)}),
+    _operator("Squeeze", 1, (_any("data"),), _squeeze, {"axes": Attribute(None, of=list)}),
     _operator("Squeeze", 13, (_any("data"), static("axes", optional=True)), _squeeze),
-    _operator("Unsqueeze", 1, (_any("data"),), _unsqueeze, {"axes": Attribute()}),
+    _operator("Unsqueeze", 1, (_any("data"),), _unsqueeze, {"axes": Attribute(of=list)}),
     _operator("Unsqueeze", 13, (_any("data"), static("axes")), _unsqueeze),
     _operator("Flatten", 1, (_any("input"),), _flatten, {"axis": Attribute(1)}),
     _operator("Expand", 8, (_any("input"), static("shape")), _expand),
@@ -238,7 +238,12 @@ OPERATORS = (
         combines=_concat_sizes,
     ),
     _operator(
-        "Split", 2, (_any("input"),), _split, {"axis": Attribute(0), "split": Attribute(None)}, **_PARTS
+        "Split",
+        2,
+        (_any("input"),),
+        _split,
+        {"axis": Attribute(0), "split": Attribute(None, of=list)},
+        **_PARTS,
     ),
     _operator(
         "Split",
@@ -261,7 +266,7 @@ OPERATORS = (
         1,
         (_any("data"),),
         _slice,
-        {"starts": Attribute(), "ends": Attribute(), "axes": Attribute(None)},
+        {"starts": Attribute(of=list), "ends": Attribute(of=list), "axes": Attribute(None, of=list)},
         combines=_sliced_sizes,
     ),
     _operator(
@@ -315,7 +320,7 @@ OPERATORS = (
         9,
         (static("input"),),
         _constant_of_shape,
-        {"value": Attribute(None)},
+        {"value": Attribute(None, of=onnx.TensorProto)},
         check=_constant_of_shape_check,
     ),
     _operator("Range", 11, (static("start"), static("limit"), static("delta")), _range),

@@ -268,6 +268,54 @@ def test_T2_a_value_without_a_tensor_type_is_named(tmp_path: Path, place: str) -
         onnx_import.read_folder(folder)
 
 
+def _without_outputs(proto: onnx.ModelProto) -> None:
+    proto.graph.node[5].ClearField("output")
+
+
+def _without_first_output(proto: onnx.ModelProto) -> None:
+    proto.graph.node[5].output[0] = ""
+
+
+def _of_unknown_type(proto: onnx.ModelProto) -> None:
+    proto.graph.initializer[0].data_type = 99
+
+
+def _without_data(proto: onnx.ModelProto) -> None:
+    proto.graph.initializer[0].data_location = onnx.TensorProto.DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (_without_outputs, "without a first output"),
+        (_without_first_output, "without a first output"),
+        (_of_unknown_type, "has the element type 99"),
+        (_without_data, "doesn't fit its data"),
+    ],
+)
+def test_T2_a_graph_that_is_not_whole_is_one_sentence(
+    tmp_path: Path, change: Callable[[onnx.ModelProto], None], problem: str
+) -> None:
+    """T2, S2: nodes without results, and tensors of no type or without their numbers."""
+    with pytest.raises(onnx_import.ImportFailure, match=problem) as caught:
+        onnx_import.read_folder(edited(model("cpu-fp32"), tmp_path / "copy", change))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("op_type", ["Gather", "Transpose", "Reshape", "Unsqueeze"])
+def test_T2_a_node_without_inputs_is_named(tmp_path: Path, op_type: str) -> None:
+    """T2, S2: the rewrites that look for such nodes leave one without inputs to be refused."""
+
+    def change(proto: onnx.ModelProto) -> None:
+        node = next(node for node in proto.graph.node if "embed" in node.name)
+        node.op_type = op_type
+        del node.input[:], node.attribute[:]
+
+    folder = edited(model("cpu-fp32"), tmp_path / "copy", change)
+    with pytest.raises(onnx_import.UnsupportedGraph, match=f"::{op_type} .* lacks its input"):
+        onnx_import.import_decoder(onnx_import.read_folder(folder))
+
+
 def test_T2_a_model_file_of_another_format(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, put("model.decoder.filename", "genai_config.json"))
     with pytest.raises(onnx_import.FolderError, match="isn't a readable ONNX file"):

@@ -71,6 +71,18 @@ def test_case_C14_attributes_are_honoured_or_refused_by_name(
     assert name in problem
 
 
+@pytest.mark.parametrize("value", ["s", [1], [0.5]])
+@pytest.mark.parametrize("name", ["num_heads", "kv_num_heads", "local_window_size", "softcap", "scale"])
+def test_T2_an_attribute_of_another_type_is_refused_by_name(tmp_path: Path, name: str, value: Any) -> None:
+    """T2, S2: a file can hold any type under any name."""
+
+    def change(proto: onnx.ModelProto) -> None:
+        set_attribute(node_of(proto, "GroupQueryAttention"), name, value)
+
+    folder = edited(model("cpu-fp32"), tmp_path / "copy", change)
+    assert any(f"has {name}={value!r}, which isn't supported" in problem for problem in problems(folder))
+
+
 @pytest.mark.parametrize(
     ("index", "name"), [(10, "attention_bias"), (11, "head_sink"), (12, "k_scale"), (16, "query_seqlens")]
 )
