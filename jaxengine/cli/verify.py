@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError("the prompt is empty; give at least one character")
     runtime = require_runtime()
     reference = onnx_import.read_folder(arguments.against or arguments.folder)
-    if len(reference.graph.inputs.get(reference.manifest.input_ids, (None, ()))[1]) != 2:
+    if len(reference.graph.inputs.get(reference.manifest.input_ids, (None, ()))[1]) == 1:
         raise CommandError(
             f"{reference.path} holds a packed export, which ONNX Runtime doesn't run here; give --against FOLDER with "
             "a two-dimensional export of the same model",

@@ -173,6 +173,37 @@ def test_S3_a_reference_with_the_last_logits_only_is_run_once_a_position(tmp_pat
     np.testing.assert_allclose(found, runtime_logits(plain, ids), rtol=1e-4, atol=1e-4)
 
 
+def quantised_head(proto: onnx.ModelProto) -> None:
+    """Give the head 4-bit weights in front of a MatMul, which the runtime takes for one operator."""
+    node = proto.graph.node[-1]
+    codes = onnx.helper.make_tensor(
+        "codes", onnx.TensorProto.INT4, [96, 320], np.arange(96 * 320) * 7 % 16 - 8
+    )
+    steps = onnx.numpy_helper.from_array(np.full((3, 320), 0.02, np.float32), "steps")
+    proto.graph.initializer.extend([codes, steps])
+    made = onnx.helper.make_node("DequantizeLinear", ["codes", "steps"], ["floats"], axis=0, block_size=32)
+    node.input[1] = "floats"
+    proto.graph.node.insert(len(proto.graph.node) - 1, made)
+
+
+def test_S3_the_reference_rounds_no_activations_beside_4_bit_weights_of_standard_operators(tmp_path, capsys):
+    """S3: exports with `use_qdq`; by itself the runtime would multiply in int8, off by a percent or more."""
+    folder = edited(model("cpu-fp32"), tmp_path / "copy", quantised_head)
+    assert main(["verify", str(folder), "--tokens", "5"]) == 0
+    assert figures(capsys.readouterr().out)[1] < 1e-4
+
+
+def test_T2_a_graph_without_tokens_is_not_called_packed(tmp_path, capsys):
+    """T2, case C19: exports without embeddings take vectors in place of tokens."""
+
+    def change(proto: onnx.ModelProto) -> None:
+        proto.graph.input[0].name = "inputs_embeds"
+
+    folder = edited(model("cpu-fp32"), tmp_path / "copy", change)
+    assert main(["verify", str(folder)]) == 1
+    assert_one_sentence(capsys, "the graph has no input 'input_ids' of rank 1 or 2")
+
+
 def test_T2_an_input_that_nobody_knows_is_named(tmp_path, capsys):
     def change(proto: onnx.ModelProto) -> None:
         value = onnx.helper.make_tensor_value_info("odd", onnx.TensorProto.FLOAT, [1])
