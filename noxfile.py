@@ -69,13 +69,40 @@ NEWEST = newest_python()
 
 @nox.session(name="tests-newest", python=NEWEST)
 def tests_newest(session: nox.Session) -> None:
-    """The engine's and the kernels' fast tests and the importer's core, so that a deprecation is seen early."""
+    """Fast tests of the core of each package, so that a deprecation is seen early."""
     if NEWEST is None:
         session.skip("this machine has no newer Python than {}.{}".format(*sys.version_info))
     session.install("--upgrade", "--upgrade-strategy=eager", "-e", ".[test]")
     session.run("python", "-c", "import sys, jax; print(sys.version, 'JAX', jax.__version__)")
-    importer = [f"tests/onnx_import/test_{name}.py" for name in ("logits", "exactness", "families")]
-    chosen = ["tests/jaxengine", "tests/pallas_kernels", *importer]
+    core = {
+        "jaxengine": (
+            *(
+                "attention_in_engine",
+                "engine",
+                "events",
+                "exactness",
+                "fixed_state",
+                "handover",
+                "lifecycle",
+                "llm",
+            ),
+            *(
+                "logs",
+                "memory",
+                "planning",
+                "programs",
+                "sampling",
+                "streams",
+                "threads",
+                "toy",
+                "transaction",
+            ),
+            *("turns", "windows"),
+        ),
+        "onnx_import": ("logits", "exactness", "families"),
+    }
+    files = [f"tests/{package}/test_{name}.py" for package, names in core.items() for name in names]
+    chosen = ["tests/pallas_kernels", *files]
     session.run("pytest", *IN_PARALLEL, "-m", "not slow and not demo", *chosen, *session.posargs)
 
 

@@ -1,7 +1,8 @@
 """Settings of the whole suite: strict dtypes in JAX, repeatable examples, compiled programs kept.
 
 The default Hypothesis profile tries the same examples every time; `pytest --hypothesis-profile=search` looks
-for new ones. `--thorough` makes the searches of tests/properties as long as they can be.
+for new ones. `--thorough` makes the searches of tests/properties and the comparison of the demo model's answers
+as long as they can be.
 """
 
 import os
@@ -26,9 +27,7 @@ hypothesis.settings.load_profile("repeat")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--thorough", action="store_true", help="run the searches of tests/properties at full length"
-    )
+    parser.addoption("--thorough", action="store_true", help="run searches and comparisons at full length")
 
 
 @pytest.fixture(scope="session")

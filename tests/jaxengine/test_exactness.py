@@ -100,7 +100,7 @@ drops = st.frozensets(st.integers(0, 20), max_size=4)
         pytest.param("cpu-int4/llama", "fast", WHOLE, id="int8-whole", marks=pytest.mark.slow),
     ],
 )
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(chosen=requests, dropped=drops)
 def test_E5_E6_logits_are_those_of_the_request_alone(folder, weights, config, chosen, dropped):
     """Random company, arrivals, chunks, blocks, batch limits, budgets and dropped steps change no bit."""

@@ -135,9 +135,11 @@ def test_S1_packed_half_precision_tokens_follow_the_float_export(family: str, tm
 
 
 @pytest.mark.demo
-def test_the_demo_models_answers_equal_the_oracles(demo_folder: Path) -> None:
+def test_the_demo_models_answers_equal_the_oracles(demo_folder: Path, thorough: bool) -> None:
+    """Ten answers of 20 tokens; with `--thorough` of 40."""
+    count = 40 if thorough else 20
     tokenizer = Tokenizer.from_folder(demo_folder)
     prompts = [list(tokenizer.chat_ids([{"role": "user", "content": text}])) for text in QUESTIONS]
-    ours, oracle = _ours(je.load_model(demo_folder), prompts, 40), _oracle(demo_folder, prompts, 40)
+    ours, oracle = _ours(je.load_model(demo_folder), prompts, count), _oracle(demo_folder, prompts, count)
     for mine, theirs in zip(ours, oracle, strict=True):
         assert _require_equal(mine, theirs) == len(theirs)
