@@ -78,7 +78,7 @@ def step_batch(bucket: Bucket, vocab_size: int) -> StepBatch:
             padded_tokens=bucket.tokens,
         ),
         states=StateRows(start, count, whole, past > 0, row),
-        sampling=SamplingRows(real, whole, real + 1, whole.astype(np.uint32), past + count),
+        sampling=SamplingRows(real, whole, real + 1, real, whole.astype(np.uint32), past + count),
     )
 
 

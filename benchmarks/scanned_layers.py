@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxengine.programs import ForwardResult, StepBatch
-from jaxengine.sampling import sample
+from jaxengine.sampling import choose
 from onnx_import import AttentionSpec
 from onnx_import.plan import Plan, PlannedCall
 from onnx_import.protocols import Attention
@@ -130,8 +130,8 @@ def forward_scanned(
     run_calls(plan.tail, selected, operands.params, env)
     logits = selected[plan.logits]
     logits = logits.reshape(-1, logits.shape[-1]).astype(jnp.float32)
-    usable = jnp.isfinite(logits.max(axis=-1))
-    return ForwardResult((*env.staged.values(), staged), (), logits, sample(logits, batch.sampling), usable)
+    choice = choose(logits, batch.sampling, known_ids=logits.shape[-1])
+    return ForwardResult((*env.staged.values(), staged), (), logits, choice.tokens, choice.usable)
 
 
 def _attention(pages: jax.Array, block_table: jax.Array, batch: StepBatch, tile_size: int) -> Attention:

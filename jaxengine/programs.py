@@ -19,7 +19,7 @@ import onnx_import
 from jaxengine.config import EngineConfig
 from jaxengine.fixed_state import BANKS, RowStates, StateRows
 from jaxengine.planning import StepPlan
-from jaxengine.sampling import SamplingRows, sample
+from jaxengine.sampling import SamplingRows, choose
 from jaxengine.state import Control
 from jaxengine.windows import as_blocks, ring_of
 from pallas_kernels import KEY_TILE, QueryTiles, make_query_tiles, max_query_tiles, paged_attention
@@ -177,6 +177,7 @@ def pack(control: Control, plan: StepPlan, bucket: Bucket) -> StepBatch:
         temperature=_padded(requests.temperature[plan.index] * plan.samples, bucket.rows),
         top_k=_padded(requests.top_k[plan.index], bucket.rows),
         top_p=_padded(requests.top_p[plan.index], bucket.rows),
+        min_p=np.zeros(bucket.rows, np.float32),
         seed=_padded(requests.seed[plan.index], bucket.rows),
         position=_padded((plan.past + plan.num_tokens).astype(np.int32), bucket.rows),
     )
@@ -299,9 +300,9 @@ def _forward(
         states,
         jnp.asarray(batch.limits),
     )
-    usable = jnp.isfinite(logits.max(axis=-1))
+    choice = choose(logits, batch.sampling, known_ids=logits.shape[-1])
     layers = len(decoder.layers)
-    return ForwardResult(staged[:layers], staged[layers:], logits, sample(logits, batch.sampling), usable)
+    return ForwardResult(staged[:layers], staged[layers:], logits, choice.tokens, choice.usable)
 
 
 def _publish(
