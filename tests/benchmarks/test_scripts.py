@@ -14,6 +14,7 @@ from benchmarks import (
     load_memory,
     pool_scatter,
     report,
+    sampling_cost,
     weight_accuracy,
 )
 from tests.onnx_import.reference import model
@@ -25,6 +26,7 @@ MAINS = {
     "pool_scatter": (pool_scatter.main, ["--pool-mib", "1"]),
     "host_time": (host_time.main, []),
     "fairness": (fairness.main, ["--loads", "1"]),
+    "sampling_cost": (sampling_cost.main, []),
     "load_memory": (load_memory.main, ["--folder", str(model("cpu-int4"))]),
 }
 
@@ -157,6 +159,18 @@ def test_host_time(tmp_path, capsys):
         assert row["seconds"]["step"] >= max(row["seconds"][part] for part in ("plan", "execute", "commit"))
     check_figures(record["growth"], ("residents", "context", "waiting"))
     check_figures(record, ("share_of_model_step",))
+
+
+@pytest.mark.slow
+def test_sampling_cost(tmp_path, capsys):
+    sizes = ["--vocabularies", "300", "--rows", "1", "6", "--turns", "2"]
+    record = run("sampling_cost", tmp_path, capsys, *sizes)
+    assert record["settings"] == {"turns": 2}
+    kinds = [(kind, 300, rows) for rows in (1, 6) for kind in sampling_cost.KINDS]
+    assert [(row["kind"], row["vocabulary"], row["rows"]) for row in record["rows"]] == kinds
+    for row in record["rows"]:
+        check_figures(row, ("seconds", "sorting_seconds", "ratio"))
+        assert len(row["turns"]) == 2
 
 
 @pytest.mark.slow

@@ -31,14 +31,15 @@ def edited(row, known_ids):
     """float32[vocab]: repetition, presence, frequency, bias, mask."""
     values = np.array(row.logits, np.float32)
     output = row.history[row.output_from :]
-    for token in set(row.history):
-        factor = np.float32(row.repetition)
-        values[token] = values[token] / factor if values[token] > 0 else values[token] * factor
-    for token in set(output):
-        penalty = row.presence + row.frequency * output.count(token)
-        values[token] -= np.float32(penalty)
-    for token, bias in row.bias:
-        values[token] += np.float32(bias)
+    with np.errstate(over="ignore"):
+        for token in set(row.history):
+            factor = np.float32(row.repetition)
+            values[token] = values[token] / factor if values[token] > 0 else values[token] * factor
+        for token in set(output):
+            penalty = row.presence + row.frequency * output.count(token)
+            values[token] -= np.float32(penalty)
+        for token, bias in row.bias:
+            values[token] += np.float32(bias)
     values[list(row.masked)] = -np.inf
     values[known_ids:] = -np.inf
     return values
