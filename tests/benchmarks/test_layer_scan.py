@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import layer_scan
 from benchmarks.repeated_layers import write_folder
+from jaxengine.sampling import Choice
 from onnx_import import import_decoder, read_folder
 from tests.onnx_import.reference import logits, runtime_logits
 
@@ -47,10 +48,13 @@ def in_this_process(monkeypatch):
     def take_turns(works, task, turns):
         return {name: [work(task)] * turns for name, work in works.items()}
 
+    def arg_max(logits, rows, *, known_ids):
+        return Choice(logits.argmax(axis=-1), jax.numpy.isfinite(logits.max(axis=-1)), None)
+
     for name, instead in (("started", started), ("take_turns", take_turns)):
         monkeypatch.setattr(layer_scan, name, instead)
     for module in ("jaxengine.programs", "benchmarks.scanned_layers"):
-        monkeypatch.setattr(f"{module}.sample", lambda logits, rows: logits.argmax(axis=-1))
+        monkeypatch.setattr(f"{module}.choose", arg_max)
     monkeypatch.setattr(jax, "clear_caches", lambda: None)
 
 
