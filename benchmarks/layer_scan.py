@@ -36,7 +36,6 @@ from benchmarks.scanned_layers import Operands, forward_scanned, roll
 from benchmarks.turns import Contender, Work, started, take_turns
 from jaxengine.fixed_state import StateRows
 from jaxengine.programs import DECODE_TILE, PREFILL_TILE, Bucket, Programs, StepBatch
-from jaxengine.sampling import SamplingRows
 from onnx_import import Decoder, import_decoder, read_folder
 from pallas_kernels import KEY_TILE, make_query_tiles, max_query_tiles
 
@@ -45,8 +44,8 @@ ROWS, CONTEXT, BLOCK_SIZE, COLUMNS = 8, 240, 16, 32
 NUM_BLOCKS = ROWS * COLUMNS + 1
 """A prime: an array is made of whole layers' pages exactly when its size is a multiple of it."""
 STEPS = {
-    "decode": Bucket(ROWS, ROWS, DECODE_TILE, ROWS),
-    "mixed": Bucket(256, ROWS, PREFILL_TILE, max_query_tiles(256, ROWS, PREFILL_TILE)),
+    "decode": Bucket(ROWS, ROWS, ROWS, DECODE_TILE, ROWS),
+    "mixed": Bucket(256, ROWS, ROWS, PREFILL_TILE, max_query_tiles(256, ROWS, PREFILL_TILE)),
 }
 """The buckets that the engine takes for 8 rows at most."""
 FREE = frozenset(("parameter", "get-tuple-element", "bitcast", "tuple", "while"))
@@ -62,7 +61,7 @@ def step_batch(bucket: Bucket, vocab_size: int) -> StepBatch:
     ends = np.cumsum(count, dtype=np.int32)
     start = ends - count
     row = np.repeat(np.arange(ROWS, dtype=np.int32), count)
-    whole, real = np.zeros(ROWS, np.int32), np.zeros(ROWS, np.float32)
+    whole = np.zeros(ROWS, np.int32)
     return StepBatch(
         tokens=np.random.default_rng(0).integers(vocab_size, size=bucket.tokens, dtype=np.int32),
         positions=(past - start)[row] + np.arange(bucket.tokens, dtype=np.int32),
@@ -78,7 +77,6 @@ def step_batch(bucket: Bucket, vocab_size: int) -> StepBatch:
             padded_tokens=bucket.tokens,
         ),
         states=StateRows(start, count, whole, past > 0, row),
-        sampling=SamplingRows(real, whole, real + 1, real, whole.astype(np.uint32), past + count),
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 import jaxengine
 from jaxengine.programs import Destinations, ForwardResult, StepBatch
+from jaxengine.sampling import Choice
 from onnx_import import AttentionSpec, FolderConfig
 
 TOKEN = 1
@@ -43,12 +44,15 @@ class NullPrograms:
         block_table: object,
         fixed: object,
         batch: StepBatch,
-        *,
-        tile_size: int,
+        **static: object,
     ) -> ForwardResult:
+        """Makes logits of no id."""
+        return ForwardResult((), (), np.zeros((len(batch.logits_rows), 0)))  # type: ignore[arg-type]
+
+    def choose(self, logits: np.ndarray, *settings: object, **static: object) -> Choice:
         """Chooses TOKEN in every row."""
-        rows = len(batch.logits_rows)
-        return ForwardResult((), (), np.zeros((rows, 0)), np.full(rows, TOKEN, np.int32), np.ones(rows, bool))  # type: ignore[arg-type]
+        rows = len(logits)
+        return Choice(np.full(rows, TOKEN, np.int32), np.ones(rows, bool), None)  # type: ignore[arg-type]
 
     def publish(
         self, pages: Any, block_table: Any, fixed: Any, staged: object, states: object, to: Destinations

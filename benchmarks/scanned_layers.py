@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxengine.programs import ForwardResult, StepBatch
-from jaxengine.sampling import choose
 from onnx_import import AttentionSpec
 from onnx_import.plan import Plan, PlannedCall
 from onnx_import.protocols import Attention
@@ -130,8 +129,7 @@ def forward_scanned(
     run_calls(plan.tail, selected, operands.params, env)
     logits = selected[plan.logits]
     logits = logits.reshape(-1, logits.shape[-1]).astype(jnp.float32)
-    choice = choose(logits, batch.sampling, known_ids=logits.shape[-1])
-    return ForwardResult((*env.staged.values(), staged), (), logits, choice.tokens, choice.usable)
+    return ForwardResult((*env.staged.values(), staged), (), logits)
 
 
 def _attention(pages: jax.Array, block_table: jax.Array, batch: StepBatch, tile_size: int) -> Attention:

@@ -26,6 +26,7 @@ import numpy as np
 
 import jaxengine as je
 from jaxengine.programs import ForwardResult
+from jaxengine.sampling import Choice
 from jaxengine.state import PREEMPTIONS, STEPS, row_of
 from onnx_import import FolderConfig
 
@@ -46,10 +47,13 @@ class NullDecoder:
 class NullPrograms:
     """A device that computes nothing: every token is 0, and the store stays as it is."""
 
-    def forward(self, params, pages, block_table, fixed, batch, *, tile_size):
-        """Returns logits of 0 for each row of the bucket, and token 0."""
-        rows = len(batch.logits_rows)
-        return ForwardResult((), (), np.zeros((rows, 2)), np.zeros(rows, np.int32), np.ones(rows, bool))
+    def forward(self, params, pages, block_table, fixed, batch, **static):
+        """Returns logits of 0 for each row of the bucket."""
+        return ForwardResult((), (), np.zeros((len(batch.logits_rows), 2)))
+
+    def choose(self, logits, *settings, **static):
+        """Chooses token 0 in each row."""
+        return Choice(np.zeros(len(logits), np.int32), np.ones(len(logits), bool), None)
 
     def publish(self, pages, block_table, fixed, staged, states, to):
         """Returns the store."""

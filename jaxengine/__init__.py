@@ -4,13 +4,15 @@
 `execute`, `commit`, `drain`) are the same behaviour as pure functions over `EngineState`.
 """
 
-from jaxengine.config import EngineConfig, RequestOptions, SamplingParams, TurnOptions
+from jaxengine.config import EngineConfig, RequestOptions, TurnOptions
+from jaxengine.drafts import max_draft_tokens_per_proposal, set_draft_tokens
 from jaxengine.engine import Engine
 from jaxengine.errors import (
     ContractError,
     EngineError,
     ExecutionCapacityError,
     ExecutionError,
+    RequestFailure,
     RequestStateError,
     RetryableStepError,
     SpentStateError,
@@ -18,9 +20,17 @@ from jaxengine.errors import (
     StepError,
     StoreLostError,
 )
-from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason, Usage
+from jaxengine.events import (
+    EngineErrorCode,
+    EngineEventFlags,
+    EventRecord,
+    FinishReason,
+    TokenLogprobs,
+    Usage,
+)
 from jaxengine.failures import outcome_of
 from jaxengine.faults import Fault, Stage, inject_fault
+from jaxengine.grammars import Grammar
 from jaxengine.handles import Event, EventStream, Request
 from jaxengine.invariants import InvariantViolation, check_invariants
 from jaxengine.llm import LLM, Completion
@@ -28,7 +38,9 @@ from jaxengine.metrics import EngineMetrics
 from jaxengine.model import Model, load_model
 from jaxengine.planning import PlanRow, StepOutcome, StepPlan, plan_step
 from jaxengine.policies import Candidates, SchedulingPolicy, decode_first
+from jaxengine.proposers import NgramDrafts
 from jaxengine.requests import begin_turn, cancel_turn, close_request, create_request, drain
+from jaxengine.sampling_params import SamplingParams
 from jaxengine.state import EngineState, RequestStatus, init_state
 from jaxengine.text import ChatTemplate, StreamDecoder, TextError, Tokenizer
 from jaxengine.transaction import Transaction, commit, execute, step
@@ -53,10 +65,13 @@ __all__ = [
     "ExecutionError",
     "Fault",
     "FinishReason",
+    "Grammar",
     "InvariantViolation",
     "Model",
+    "NgramDrafts",
     "PlanRow",
     "Request",
+    "RequestFailure",
     "RequestOptions",
     "RequestStateError",
     "RequestStatus",
@@ -72,6 +87,7 @@ __all__ = [
     "StoreLostError",
     "StreamDecoder",
     "TextError",
+    "TokenLogprobs",
     "Tokenizer",
     "Transaction",
     "TurnOptions",
@@ -88,7 +104,9 @@ __all__ = [
     "init_state",
     "inject_fault",
     "load_model",
+    "max_draft_tokens_per_proposal",
     "outcome_of",
     "plan_step",
+    "set_draft_tokens",
     "step",
 ]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxengine.blocks import blocks_for
-from jaxengine.config import require_count
+from jaxengine.checks import require_count
 from jaxengine.planning import StepPlan
 from jaxengine.state import Control, EngineState
 from jaxengine.transaction import require_executable

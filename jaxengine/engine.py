@@ -15,8 +15,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from jaxengine import failures, requests
-from jaxengine.config import EngineConfig, RequestOptions, require_count
+from jaxengine import drafts, failures, requests
+from jaxengine.checks import require_count
+from jaxengine.config import EngineConfig, RequestOptions
 from jaxengine.errors import ContractError, EngineError, StaleTransactionError, StepError
 from jaxengine.events import EventRecord
 from jaxengine.handles import Event, EventStream, Request
@@ -115,6 +116,10 @@ class Engine:
         if not self.state.control.events:
             self._step()
         return self._drain(max_events)
+
+    def max_draft_tokens_per_proposal(self) -> int:
+        """Returns how many tokens `Request.set_draft_tokens` takes at most, whatever a request's own limits."""
+        return drafts.max_draft_tokens_per_proposal(self.state)
 
     def stream(self) -> EventStream:
         """Iterates over the events of all requests, in a `for` or an `async for`, until nothing is pending."""
@@ -330,6 +335,10 @@ class Engine:
             error_code=record.error_code,
             detail=record.detail,
             usage=record.usage,
+            text=record.text,
+            stop=record.stop,
+            logprobs=record.logprobs,
+            prompt_logprobs=record.prompt_logprobs,
         )
 
 

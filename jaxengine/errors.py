@@ -39,6 +39,10 @@ class RetryableStepError(StepError):
     """A step failed before it was committed; the state is untouched and the step may be tried again."""
 
 
+class RequestFailure(StepError):
+    """Some requests of a step can't go on and never will; the state is untouched, and their turns end as failed."""
+
+
 class ExecutionCapacityError(StepError):
     """Memory ran out before the step was committed; the state is untouched and the step may be tried again."""
 

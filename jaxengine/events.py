@@ -39,6 +39,7 @@ class EngineErrorCode(enum.IntEnum):
     EXECUTION_CAPACITY_EXCEEDED = 4
     ENGINE_CONTRACT_FAILURE = 5
     ENGINE_EXECUTION_FAILURE = 6
+    GUIDANCE_FAILURE = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +58,19 @@ class Usage:
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities where a token was chosen.
+
+    Attributes:
+        chosen: The token's own.
+        top: The likeliest tokens and theirs, best first.
+    """
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class EventRecord:
     """One event as the state's queue holds it.
 
@@ -69,6 +83,12 @@ class EventRecord:
         error_code: Valid with FAILED, CAPACITY_BLOCKED and RETRYABLE.
         detail: A sentence for people, or empty.
         usage: The turn's counts; valid with TURN_FINISHED.
+        text: What may be shown now: text of this and of earlier tokens that can be no part of a stop string, with no
+            broken characters. All of a turn's texts joined are its text.
+        stop: The stop string that ended the turn, or empty.
+        logprobs: Of the token, or None.
+        prompt_logprobs: Of each token of the turn's input, in the turn's first event, where they are asked for; None
+            for a token with nothing before it.
     """
 
     request_id: int
@@ -79,3 +99,7 @@ class EventRecord:
     error_code: EngineErrorCode = EngineErrorCode.NONE
     detail: str = ""
     usage: Usage = Usage()
+    text: str = ""
+    stop: str = ""
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()

@@ -14,6 +14,7 @@ from jaxengine.errors import (
     ContractError,
     ExecutionCapacityError,
     ExecutionError,
+    RequestFailure,
     RetryableStepError,
     StepError,
 )
@@ -37,7 +38,7 @@ LIVE = (RequestStatus.QUEUED, RequestStatus.ACTIVE)
 def outcome_of(error: StepError) -> StepOutcome:
     """What a step that raised `error` came to."""
     match error:
-        case RetryableStepError():
+        case RetryableStepError() | RequestFailure():
             return StepOutcome.RETRYABLE_BATCH_ABORT
         case ExecutionCapacityError():
             return StepOutcome.EXECUTION_CAPACITY_EXCEEDED
@@ -74,6 +75,11 @@ def after_failure(state: EngineState, request_ids: Sequence[int], error: StepErr
     counters[FAILED_STEPS] += 1
     state = state.replace(control=control.replace(counters=counters))  # type: ignore[attr-defined]
     detail = str(error)
+    if isinstance(error, RequestFailure):
+        control = state.control
+        for request_id in error.request_ids:
+            control = _fail(control, row_of(control, request_id), EngineErrorCode.GUIDANCE_FAILURE, detail)
+        return state.replace(control=control)  # type: ignore[attr-defined]
     if isinstance(error, RetryableStepError):
         state = _announce(state, EngineEventFlags.RETRYABLE, EngineErrorCode.RETRYABLE_EXECUTION, detail)
         return _count_against(state, error.request_ids, detail)

@@ -13,7 +13,7 @@ import dataclasses
 import enum
 from collections.abc import Iterator
 
-from jaxengine.config import require_count
+from jaxengine.checks import require_count
 
 
 class Stage(enum.Enum):
@@ -24,6 +24,7 @@ class Stage(enum.Enum):
     PACK = "pack"
     EXECUTE = "execute"
     RESERVE = "reserve"
+    MASKS = "masks"
     LOGITS = "logits"
     SAMPLE = "sample"
     VALIDATE = "validate"

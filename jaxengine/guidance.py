@@ -93,6 +93,11 @@ class Guides:
         self._matchers: collections.OrderedDict[tuple[Grammar, bytes], Any] = collections.OrderedDict()
         self._capacity = _SPARE_MATCHERS
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The ids that end a turn."""
+        return self._eos
+
     def fill(self, cursors: Sequence[Cursor], out: np.ndarray) -> None:
         """Writes the masks of the next tokens.
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from jaxengine import requests
+from jaxengine import drafts, requests
 from jaxengine.config import TurnOptions
 from jaxengine.errors import RequestStateError
-from jaxengine.events import EngineErrorCode, EngineEventFlags, FinishReason, Usage
+from jaxengine.events import EngineErrorCode, EngineEventFlags, FinishReason, TokenLogprobs, Usage
 from jaxengine.state import EngineState, RequestStatus, row_of
 
 if TYPE_CHECKING:
@@ -38,6 +38,12 @@ class Event:
         error_code: Valid with FAILED, CAPACITY_BLOCKED and RETRYABLE.
         detail: A sentence for people, or empty.
         usage: The turn's counts; valid with TURN_FINISHED.
+        text: What may be shown now: text of this and of earlier tokens that can be no part of a stop string, with no
+            broken characters; empty where the model has no tokenizer. All of a turn's texts joined are its text.
+        stop: The stop string that ended the turn, or empty.
+        logprobs: Of the token, or None.
+        prompt_logprobs: Of each token of the turn's input, in the turn's first event, where they are asked for; None
+            for a token with nothing before it.
     """
 
     request: Request | None
@@ -48,6 +54,10 @@ class Event:
     error_code: EngineErrorCode
     detail: str
     usage: Usage
+    text: str
+    stop: str
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...]
 
 
 class EventStream:
@@ -132,6 +142,12 @@ class Request:
     ) -> int:
         """Queues input and returns the new turn's id; see `jaxengine.begin_turn` for what is refused."""
         return self._engine().apply(requests.begin_turn, self.id, tokens, options)
+
+    def set_draft_tokens(self, tokens: Sequence[int] | np.ndarray | jax.Array) -> None:
+        """Proposes what follows; see `jaxengine.set_draft_tokens` for what is refused."""
+        self._engine().apply(
+            lambda state, request_id: (drafts.set_draft_tokens(state, request_id, tokens), None), self.id
+        )
 
     def cancel_turn(self, turn_id: int) -> bool:
         """Ends a live turn between steps; see `jaxengine.cancel_turn`."""

@@ -16,12 +16,15 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxengine import requests
-from jaxengine.config import EngineConfig, RequestOptions, SamplingParams, TurnOptions, require_count
+from jaxengine.checks import require_count, require_positive
+from jaxengine.config import EngineConfig, RequestOptions, TurnOptions
 from jaxengine.engine import Engine
 from jaxengine.errors import EngineError
-from jaxengine.events import EngineEventFlags, FinishReason, Usage
+from jaxengine.events import EngineEventFlags, FinishReason, TokenLogprobs, Usage
+from jaxengine.grammars import Grammar
 from jaxengine.handles import Event, Request
 from jaxengine.model import load_model
+from jaxengine.sampling_params import SamplingParams
 from jaxengine.text import Message, TextError, Tokenizer
 
 Prompt = str | Sequence[int] | np.ndarray
@@ -35,10 +38,13 @@ class Completion:
     Attributes:
         prompt_token_ids: The prompt as the model saw it.
         token_ids: The generated tokens; an EOS is not among them.
-        text: The generated tokens as text, special tokens left out.
+        text: The generated tokens as text, special tokens left out; it ends before a stop string.
         finish_reason: Why generation ended.
         usage: The counts of prompt and generated tokens.
         error: What went wrong, in a sentence, where `finish_reason` is FAILED; the tokens are those before it.
+        stop: The stop string that ended it, or empty.
+        logprobs: One a token, where the sampling settings ask for them; else empty.
+        prompt_logprobs: One a token of the prompt, None for its first, where the settings ask for them; else empty.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -47,6 +53,9 @@ class Completion:
     finish_reason: FinishReason
     usage: Usage
     error: str = ""
+    stop: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
 
 
 class LLM:
@@ -72,7 +81,8 @@ class LLM:
     ) -> None:
         self.config = EngineConfig() if config is None else config
         self.model = load_model(folder, weights=weights)
-        self.tokenizer = Tokenizer.from_folder(self.model.path)
+        # Reading it again tells what is wrong with it.
+        self.tokenizer = self.model.tokenizer or Tokenizer.from_folder(self.model.path)
         self.tokenizer.require_fits(self.model.decoder.vocab_size)
         self._engine = Engine(self.model, self.config)
 
@@ -82,6 +92,8 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         max_tokens: int | None = None,
+        grammar: Grammar | None = None,
+        n: int = 1,
     ) -> list[Completion]:
         """Completes raw prompts; no chat template is applied.
 
@@ -94,6 +106,8 @@ class LLM:
                 and without a seed each prompt takes its place in the list as one.
             max_tokens: Most *new* tokens a prompt. None sets no limit but the one on prompt and completion together;
                 0 generates nothing: each completion is empty and tells how many tokens the prompt has.
+            grammar: What every completion follows.
+            n: Completions a prompt, one behind the other in the result; with a seed, the next ones count up from it.
 
         Returns:
             One completion a prompt, in the order of the prompts.
@@ -106,7 +120,11 @@ class LLM:
         """
         listed = [prompts] if isinstance(prompts, str) else _listed("prompts", prompts)
         return self._complete(
-            [self._ids(place, prompt) for place, prompt in enumerate(listed)], sampling, max_tokens
+            [self._ids(place, prompt) for place, prompt in enumerate(listed)],
+            sampling,
+            max_tokens,
+            grammar,
+            n,
         )
 
     def chat(
@@ -115,6 +133,8 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         max_tokens: int | None = None,
+        grammar: Grammar | None = None,
+        n: int = 1,
     ) -> list[Completion]:
         """Answers conversations through the model's chat template; see `generate` for the rest.
 
@@ -123,6 +143,8 @@ class LLM:
                 list of one.
             sampling: As in `generate`.
             max_tokens: As in `generate`.
+            grammar: As in `generate`.
+            n: As in `generate`.
 
         Raises:
             TextError: There is no chat template, or it refuses a conversation.
@@ -137,7 +159,7 @@ class LLM:
                 prompts.append(self.tokenizer.chat_ids(messages))
             except TextError as error:
                 raise TextError(f"conversation {place}: {error}") from error
-        return self._complete(prompts, sampling, max_tokens)
+        return self._complete(prompts, sampling, max_tokens, grammar, n)
 
     def close(self) -> None:
         """Frees the engine's memory; closing twice is nothing."""
@@ -166,18 +188,24 @@ class LLM:
             raise TextError(f"prompt {place}: {error}") from error
 
     def _complete(
-        self, prompts: list[list[int]], sampling: SamplingParams | None, max_tokens: int | None
+        self,
+        prompts: list[list[int]],
+        sampling: SamplingParams | None,
+        max_tokens: int | None,
+        grammar: Grammar | None,
+        n: int,
     ) -> list[Completion]:
+        n = require_positive("n", n)
         if max_tokens is not None:
             max_tokens = require_count("max_tokens", max_tokens)
         if not isinstance(sampling, SamplingParams | None):
             raise TypeError(f"sampling is {sampling!r}; give a SamplingParams or nothing")
         limit = min(self.model.config.max_length, self._engine.metrics.pool_tokens)
-        options = RequestOptions(limit, SamplingParams() if sampling is None else sampling)
+        options = RequestOptions(limit, SamplingParams() if sampling is None else sampling, grammar)
         self._require_servable(prompts, options, TurnOptions(max_tokens))
         if max_tokens == 0:
-            return [_scored(prompt) for prompt in prompts]
-        batch = _Batch(self._engine, options, max_tokens, prompts)
+            return [_scored(prompt) for prompt in prompts for _ in range(n)]
+        batch = _Batch(self._engine, options, max_tokens, prompts, n)
         try:
             ended = batch.run(self.config.max_batch_size)
         finally:
@@ -197,10 +225,13 @@ class LLM:
         return Completion(
             prompt_token_ids=tuple(work.prompt),
             token_ids=tuple(work.tokens),
-            text=self.tokenizer.decode(work.tokens),
+            text="".join(work.text) if end.stop else self.tokenizer.decode(work.tokens),
             finish_reason=end.finish_reason,
             usage=end.usage,
             error=end.detail,
+            stop=end.stop,
+            logprobs=tuple(work.logprobs),
+            prompt_logprobs=work.prompt_logprobs,
         )
 
 
@@ -211,6 +242,9 @@ class _Work:
     prompt: list[int]
     options: RequestOptions
     tokens: list[int] = dataclasses.field(default_factory=list)
+    text: list[str] = dataclasses.field(default_factory=list)
+    logprobs: list[TokenLogprobs] = dataclasses.field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
     end: Event | None = None
 
 
@@ -218,9 +252,17 @@ class _Batch:
     """The prompts of one call: some waiting, some with the engine, some done."""
 
     def __init__(
-        self, engine: Engine, options: RequestOptions, max_tokens: int | None, prompts: list[list[int]]
+        self,
+        engine: Engine,
+        options: RequestOptions,
+        max_tokens: int | None,
+        prompts: list[list[int]],
+        n: int,
     ) -> None:
-        self.works = [_Work(prompt, _seeded(options, place)) for place, prompt in enumerate(prompts)]
+        repeated = [(prompt, nth) for prompt in prompts for nth in range(n)]
+        self.works = [
+            _Work(prompt, _seeded(options, place, nth)) for place, (prompt, nth) in enumerate(repeated)
+        ]
         self._engine = engine
         self._max_tokens = max_tokens or 0
         self._waiting = collections.deque(self.works)
@@ -270,17 +312,21 @@ class _Batch:
         work = self._running[request]
         if EngineEventFlags.TOKEN in event.flags:
             work.tokens.append(event.token)
+            if event.logprobs is not None:
+                work.logprobs.append(event.logprobs)
+        work.text.append(event.text)
+        work.prompt_logprobs = event.prompt_logprobs or work.prompt_logprobs
         if EngineEventFlags.TURN_FINISHED in event.flags:
             work.end = event
             request.close()
             del self._running[request]
 
 
-def _seeded(options: RequestOptions, place: int) -> RequestOptions:
-    """Gives an unseeded prompt its place in the list as its seed."""
-    if options.sampling.seed is not None:
-        return options
-    return dataclasses.replace(options, sampling=dataclasses.replace(options.sampling, seed=place))
+def _seeded(options: RequestOptions, place: int, nth: int) -> RequestOptions:
+    """Gives an unseeded completion its place in the list as its seed, and each of a seeded prompt one of its own."""
+    seed = options.sampling.seed
+    seed = place if seed is None else (seed + nth) % 2**32
+    return dataclasses.replace(options, sampling=dataclasses.replace(options.sampling, seed=seed))
 
 
 def _scored(prompt: list[int]) -> Completion:

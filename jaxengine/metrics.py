@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jaxengine.fixed_state import BANKS
-from jaxengine.state import DEFERRALS, FAILED_STEPS, PREEMPTIONS, STEPS, EngineState
+from jaxengine.state import ACCEPTED, DEFERRALS, DRAFTED, FAILED_STEPS, PREEMPTIONS, STEPS, EngineState
 from jaxengine.windows import bytes_per_slot, ring_of
 
 
@@ -18,6 +18,8 @@ class EngineMetrics:
         rolled_back_steps: Steps that failed.
         deferred_rows: Rows that committed steps put off for lack of capacity.
         preemptions: How often a request gave its blocks back to run its tokens again later.
+        drafted_tokens: Drafts that steps ran.
+        accepted_drafts: Those that became part of their sequence.
         residents: Requests that hold cache.
         free_blocks: Blocks that can be handed out.
         num_blocks: Blocks of the pool.
@@ -33,6 +35,8 @@ class EngineMetrics:
     rolled_back_steps: int
     deferred_rows: int
     preemptions: int
+    drafted_tokens: int
+    accepted_drafts: int
     residents: int
     free_blocks: int
     num_blocks: int
@@ -56,6 +60,8 @@ def metrics_of(state: EngineState) -> EngineMetrics:
         rolled_back_steps=int(control.counters[FAILED_STEPS]),
         deferred_rows=int(control.counters[DEFERRALS]),
         preemptions=int(control.counters[PREEMPTIONS]),
+        drafted_tokens=int(control.counters[DRAFTED]),
+        accepted_drafts=int(control.counters[ACCEPTED]),
         residents=residents,
         free_blocks=len(control.free_blocks),
         num_blocks=control.num_blocks,

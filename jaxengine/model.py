@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import onnx_import
+from jaxengine.guidance import Guides
 from jaxengine.programs import Decoder, Programs
+from jaxengine.text import TextError, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -20,13 +23,28 @@ class Model:
         decoder: The imported graph, its weights and its attention layers.
         config: What the folder's `genai_config.json` says, overrides included.
         path: The folder, for the tokenizer and the chat template.
-        programs: The compiled forward and commit programs of this decoder.
+        programs: The compiled programs of this decoder.
+        tokenizer: The folder's, or None where it has none that can be used.
     """
 
     decoder: Decoder
     config: onnx_import.FolderConfig
     path: Path
     programs: Programs
+    tokenizer: Tokenizer | None = None
+
+    @functools.cached_property
+    def guides(self) -> Guides | None:
+        """The masks of grammars; None without a tokenizer. Made when first asked for, which takes a moment."""
+        if self.tokenizer is None:
+            return None
+        return Guides(self.tokenizer, self.config.eos_token_ids, self.decoder.vocab_size)
+
+    @property
+    def num_ids(self) -> int:
+        """How many ids, from 0, may be chosen: those that the tokenizer has, or all that have a logit."""
+        width = self.decoder.vocab_size
+        return width if self.tokenizer is None else self.tokenizer.vocab_size
 
 
 def require_model(model: object) -> None:
@@ -56,4 +74,10 @@ def load_model(
     """
     read = onnx_import.read_folder(Path(folder), overrides)
     decoder = onnx_import.import_decoder(read, weights=weights)
-    return Model(decoder=decoder, config=read.config, path=read.path, programs=Programs(decoder))
+    try:
+        tokenizer = Tokenizer.from_folder(read.path)
+        tokenizer.require_fits(decoder.vocab_size)
+    except TextError:
+        # Whoever wants text is told; token ids need none.
+        tokenizer = None
+    return Model(decoder, read.config, read.path, Programs(decoder), tokenizer)

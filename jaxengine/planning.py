@@ -10,9 +10,10 @@ import enum
 
 import numpy as np
 
+from jaxengine.carried import Traits, next_scored
 from jaxengine.faults import Stage, reach
 from jaxengine.scheduling import Schedule, schedule
-from jaxengine.state import EngineState, Lease, require_healthy, require_unspent
+from jaxengine.state import Control, EngineState, Lease, require_healthy, require_unspent
 
 
 class StepOutcome(enum.Enum):
@@ -34,17 +35,19 @@ class PlanRow:
 
     Attributes:
         request_id: Whose tokens run.
-        num_tokens: How many of them, from its first uncommitted one.
+        num_tokens: How many of them, from its first uncommitted one; drafts behind its sequence included.
+        num_drafts: How many of them are drafts.
         is_prefill: Whether they are input.
         is_new: Whether the request gets its place in this step.
         samples: Whether its last token's logits choose the next token.
         packed_token_offset: Where its tokens start in the packed step.
-        logits_row_index: Where its last token is in the packed step.
+        logits_row_index: Where its last token that is no draft is in the packed step.
         block_ids: Blocks reserved for it.
     """
 
     request_id: int
     num_tokens: int
+    num_drafts: int
     is_prefill: bool
     is_new: bool
     samples: bool
@@ -62,7 +65,10 @@ class StepPlan:
         index: int[rows], row of each request in the control columns.
         request_ids: uint64[rows].
         past: int64[rows], committed slots before the step.
-        num_tokens: int64[rows], tokens of each row.
+        num_tokens: int64[rows], tokens of each row, drafts included.
+        num_drafts: int64[rows], how many of them are drafts.
+        num_logits: int64[rows], behind how many of its last tokens each row has logits: one, its drafts, and tokens of
+            a prompt that is scored.
         is_prefill, is_new, samples: bool[rows].
         places: int32[rows], each row's place in the block table.
         offsets: int64[rows], where each row starts in the packed step.
@@ -81,6 +87,8 @@ class StepPlan:
     request_ids: np.ndarray
     past: np.ndarray
     num_tokens: np.ndarray
+    num_drafts: np.ndarray
+    num_logits: np.ndarray
     is_prefill: np.ndarray
     is_new: np.ndarray
     samples: np.ndarray
@@ -106,6 +114,20 @@ class StepPlan:
         return int(self.num_tokens.sum())
 
     @property
+    def first_choice(self) -> np.ndarray:
+        """int64[rows], among all rows of logits, the one behind each row's last token that is no draft."""
+        return np.cumsum(self.num_logits) - 1 - self.num_drafts
+
+    @property
+    def logits_index(self) -> np.ndarray:
+        """int64[rows of logits], the packed token behind which each is, row after row."""
+        first = self.offsets + self.num_tokens - self.num_logits
+        within = np.arange(self.num_logits.sum()) - np.repeat(
+            np.cumsum(self.num_logits) - self.num_logits, self.num_logits
+        )
+        return np.repeat(first, self.num_logits) + within
+
+    @property
     def rows(self) -> tuple[PlanRow, ...]:
         """The same rows one by one, for people and tests."""
         ends = np.cumsum(self.num_reserved)
@@ -113,11 +135,12 @@ class StepPlan:
             PlanRow(
                 request_id=int(self.request_ids[i]),
                 num_tokens=int(self.num_tokens[i]),
+                num_drafts=int(self.num_drafts[i]),
                 is_prefill=bool(self.is_prefill[i]),
                 is_new=bool(self.is_new[i]),
                 samples=bool(self.samples[i]),
                 packed_token_offset=int(self.offsets[i]),
-                logits_row_index=int(self.offsets[i] + self.num_tokens[i] - 1),
+                logits_row_index=int(self.offsets[i] + self.num_tokens[i] - self.num_drafts[i] - 1),
                 block_ids=tuple(int(b) for b in self.reserved[ends[i] - self.num_reserved[i] : ends[i]]),
             )
             for i in range(len(self.request_ids))
@@ -170,9 +193,11 @@ def _plan(state: EngineState, outcome: StepOutcome, decided: Schedule) -> StepPl
         request_ids=requests.id[selected],
         past=past,
         num_tokens=counts,
+        num_drafts=decided.num_drafts,
+        num_logits=np.maximum(counts - _unscored(control, selected), 1 + decided.num_drafts),
         is_prefill=past < requests.input_end[selected],
         is_new=is_new,
-        samples=past + counts == requests.length[selected],
+        samples=past + counts - decided.num_drafts == requests.length[selected],
         places=places,
         offsets=np.cumsum(counts) - counts,
         reserved=control.free_blocks[::-1][:total],
@@ -184,3 +209,16 @@ def _plan(state: EngineState, outcome: StepOutcome, decided: Schedule) -> StepPl
         stamps=requests.stamp[np.concatenate([selected, decided.unserviceable, decided.evicted])],
         free_blocks=control.free_blocks,
     )
+
+
+def _unscored(control: Control, selected: np.ndarray) -> np.ndarray:
+    """int64[rows], how many of a row's next tokens come before those whose logits score a prompt; else very many."""
+    requests = control.requests
+    before = np.full(len(selected), np.iinfo(np.int64).max // 2)
+    for i in np.flatnonzero(requests.traits[selected] & Traits.SCORED):
+        row = selected[i]
+        next_token = next_scored(requests.carried[row])
+        if next_token < requests.carried[row].turn.stop:
+            # The logits behind the token before it score it.
+            before[i] = max(next_token - 1 - int(requests.processed[row]), 0)
+    return before

@@ -1,7 +1,8 @@
-"""The two compiled programs of a step, and the few shapes that they are compiled for.
+"""The compiled programs of a step, and the few shapes that they are compiled for.
 
-`forward` only reads the pages and returns this step's keys and values as staged arrays; `publish` scatters them into
-the pages it takes over. Kept apart, because a program that reads and writes a pool may copy it.
+`forward` only reads the pages and returns this step's keys and values as staged arrays; `choose` makes tokens of its
+logits, while the host may have prepared masks meanwhile; `publish` scatters what is accepted into the pages it takes
+over. Forward and publish are kept apart, because a program that reads and writes a pool may copy it.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import numpy as np
 
 import onnx_import
 from jaxengine.config import EngineConfig
-from jaxengine.fixed_state import BANKS, RowStates, StateRows
+from jaxengine.fixed_state import BANKS, RowStates, StateRows, after_prefix
 from jaxengine.planning import StepPlan
-from jaxengine.sampling import SamplingRows, choose
+from jaxengine.sampling import choose
 from jaxengine.state import Control
 from jaxengine.windows import as_blocks, ring_of
 from pallas_kernels import KEY_TILE, QueryTiles, make_query_tiles, max_query_tiles, paged_attention
@@ -79,13 +80,15 @@ class Bucket:
 
     Attributes:
         tokens: Packed tokens, padding included.
-        rows: Rows of logits, padding included.
+        rows: Rows, padding included.
+        logits: Rows of logits, padding included.
         tile_size: Queries an attention tile.
         tiles: Attention tiles, padding included.
     """
 
     tokens: int
     rows: int
+    logits: int
     tile_size: int
     tiles: int
 
@@ -97,10 +100,9 @@ class StepBatch(NamedTuple):
         tokens: int32[tokens].
         positions: int32[tokens], absolute.
         limits: int32[tokens], the limit of each token's session.
-        logits_rows: int32[rows], packed index of each row's last token.
+        logits_rows: int32[logits], the packed token behind which each is.
         tiles: The attention tiles.
         states: How rows meet their fixed states.
-        sampling: Each row's settings.
     """
 
     tokens: np.ndarray
@@ -109,7 +111,6 @@ class StepBatch(NamedTuple):
     logits_rows: np.ndarray
     tiles: QueryTiles
     states: StateRows
-    sampling: SamplingRows
 
 
 class Destinations(NamedTuple):
@@ -136,28 +137,27 @@ class ForwardResult(NamedTuple):
     Attributes:
         staged: A layer each, dtype[tokens, 2, num_kv_heads, head_dim].
         fixed: A fixed state each, dtype[rows, *shape]; with a `Replay` each where that was asked for.
-        logits: float32[rows, vocab].
-        chosen: int32[rows].
-        usable: bool[rows], whether the row's best logit is a finite number; NaN anywhere makes it false.
+        logits: float32[logits, vocab].
     """
 
     staged: tuple[jax.Array, ...]
     fixed: tuple[Any, ...]
     logits: jax.Array
-    chosen: jax.Array
-    usable: jax.Array
 
 
 def bucket_for(plan: StepPlan, config: EngineConfig) -> Bucket:
     """Returns the smallest compiled shape that holds a plan: by rows for pure decodes, else by tokens."""
-    rows = _power_of_two(max(config.max_batch_size, 2))
-    if not plan.is_prefill.any():
-        size = _power_of_two(max(len(plan.request_ids), 2))
+    rows = power_of_two(max(config.max_batch_size, 2))
+    if not (plan.is_prefill.any() or plan.num_drafts.any()):
+        size = power_of_two(max(len(plan.request_ids), 2))
         # Products need two rows to keep their bits; attention does not, and one request alone needs one tile.
-        return Bucket(size, size, DECODE_TILE, size if len(plan.index) > 1 else 1)
+        return Bucket(size, size, size, DECODE_TILE, size if len(plan.index) > 1 else 1)
     total = plan.total_tokens
-    size = max(_power_of_two(total), SMALLEST_MIXED_BUCKET)
-    return Bucket(size, rows, PREFILL_TILE, max_query_tiles(size, config.max_batch_size, PREFILL_TILE))
+    size = max(power_of_two(total), SMALLEST_MIXED_BUCKET)
+    logits = max(rows, power_of_two(int(plan.num_logits.sum())))
+    return Bucket(
+        size, rows, logits, PREFILL_TILE, max_query_tiles(size, config.max_batch_size, PREFILL_TILE)
+    )
 
 
 def pack(control: Control, plan: StepPlan, bucket: Bucket) -> StepBatch:
@@ -172,20 +172,16 @@ def pack(control: Control, plan: StepPlan, bucket: Bucket) -> StepBatch:
         tokens[plan.offsets[i] : plan.offsets[i] + count] = control.tokens.read(
             int(plan.index[i]), start, start + count
         )
+    for i in np.flatnonzero(plan.num_drafts):
+        end = plan.offsets[i] + plan.num_tokens[i]
+        drafts = control.requests.carried[plan.index[i]].drafts[: plan.num_drafts[i]]
+        tokens[end - plan.num_drafts[i] : end] = drafts
     requests = control.requests
-    settings = SamplingRows(
-        temperature=_padded(requests.temperature[plan.index] * plan.samples, bucket.rows),
-        top_k=_padded(requests.top_k[plan.index], bucket.rows),
-        top_p=_padded(requests.top_p[plan.index], bucket.rows),
-        min_p=np.zeros(bucket.rows, np.float32),
-        seed=_padded(requests.seed[plan.index], bucket.rows),
-        position=_padded((plan.past + plan.num_tokens).astype(np.int32), bucket.rows),
-    )
     return StepBatch(
-        tokens=_padded(tokens, bucket.tokens),
-        positions=_padded((plan.past[token_row] + local).astype(np.int32), bucket.tokens),
-        limits=_padded(requests.max_session[plan.index][token_row].astype(np.int32), bucket.tokens),
-        logits_rows=_padded((plan.offsets + plan.num_tokens - 1).astype(np.int32), bucket.rows),
+        tokens=padded(tokens, bucket.tokens),
+        positions=padded((plan.past[token_row] + local).astype(np.int32), bucket.tokens),
+        limits=padded(requests.max_session[plan.index][token_row].astype(np.int32), bucket.tokens),
+        logits_rows=padded(plan.logits_index.astype(np.int32), bucket.logits),
         tiles=make_query_tiles(
             plan.places,
             plan.past,
@@ -196,13 +192,12 @@ def pack(control: Control, plan: StepPlan, bucket: Bucket) -> StepBatch:
             padded_tokens=bucket.tokens,
         ),
         states=StateRows(
-            start=_padded(plan.offsets.astype(np.int32), bucket.rows),
-            num_tokens=_padded(plan.num_tokens.astype(np.int32), bucket.rows),
-            source=_padded(_state_slots(control, plan, requests.bank[plan.index]), bucket.rows),
-            owned=_padded(plan.past > 0, bucket.rows),
-            row_of=_padded(token_row.astype(np.int32), bucket.tokens),
+            start=padded(plan.offsets.astype(np.int32), bucket.rows),
+            num_tokens=padded(plan.num_tokens.astype(np.int32), bucket.rows),
+            source=padded(_state_slots(control, plan, requests.bank[plan.index]), bucket.rows),
+            owned=padded(plan.past > 0, bucket.rows),
+            row_of=padded(token_row.astype(np.int32), bucket.tokens),
         ),
-        sampling=settings,
     )
 
 
@@ -248,7 +243,11 @@ class Programs:
 
     def __init__(self, decoder: Decoder) -> None:
         """Wraps the programs of `decoder`; each is compiled at its first use of a shape."""
-        self.forward = jax.jit(functools.partial(_forward, decoder), static_argnames="tile_size")
+        self.forward = jax.jit(
+            functools.partial(_forward, decoder), static_argnames=("tile_size", "replayable")
+        )
+        self.choose = jax.jit(choose, static_argnames=("known_ids", "top"))
+        self.after_prefixes = jax.jit(_after_prefixes)
         self.publish = jax.jit(_publish, donate_argnums=(0, 1, 2))
         self.publish_copy = jax.jit(_publish)
 
@@ -262,6 +261,7 @@ def _forward(
     batch: StepBatch,
     *,
     tile_size: int,
+    replayable: bool = False,
 ) -> ForwardResult:
     pages_of = {spec.layer: layer_pages for spec, layer_pages in zip(decoder.layers, pages, strict=True)}
 
@@ -290,7 +290,7 @@ def _forward(
         return output, staged
 
     pools = {spec.name: pool for spec, pool in zip(decoder.fixed, fixed, strict=True)}
-    states = RowStates(pools, batch.states, replayable=False)
+    states = RowStates(pools, batch.states, replayable=replayable)
     logits, staged = decoder.apply(
         params,
         jnp.asarray(batch.tokens),
@@ -300,9 +300,13 @@ def _forward(
         states,
         jnp.asarray(batch.limits),
     )
-    choice = choose(logits, batch.sampling, known_ids=logits.shape[-1])
     layers = len(decoder.layers)
-    return ForwardResult(staged[:layers], staged[layers:], logits, choice.tokens, choice.usable)
+    return ForwardResult(staged[:layers], staged[layers:], logits)
+
+
+def _after_prefixes(fixed: tuple[Any, ...], rows: StateRows, accepted: jax.Array) -> tuple[jax.Array, ...]:
+    """Each fixed state after the first `accepted` int32[rows] tokens of each row, of a forward pass with replays."""
+    return tuple(after_prefix(rows, replay, accepted) for _, replay in fixed)
 
 
 def _publish(
@@ -326,11 +330,13 @@ def _publish(
     return tuple(map(write, pages, staged)), block_table, fixed
 
 
-def _padded(values: np.ndarray, size: int) -> np.ndarray:
-    out = np.zeros(size, values.dtype)
+def padded(values: np.ndarray, size: int) -> np.ndarray:
+    """Returns `values` with zeros behind them along the first axis, `size` in all."""
+    out = np.zeros((size, *values.shape[1:]), values.dtype)
     out[: len(values)] = values
     return out
 
 
-def _power_of_two(value: int) -> int:
+def power_of_two(value: int) -> int:
+    """Returns the smallest power of two that is at least `value`."""
     return 1 << (value - 1).bit_length()

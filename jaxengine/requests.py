@@ -6,6 +6,7 @@ those whose keys and values are committed; what lies between is still to be run.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Sequence
@@ -14,9 +15,13 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from jaxengine import blocks
-from jaxengine.config import RequestOptions, TurnOptions, require_count, resolve_sampling
+from jaxengine.carried import Carried, Turn, traits_of
+from jaxengine.checks import require_count
+from jaxengine.config import RequestOptions, TurnOptions
 from jaxengine.errors import RequestStateError
 from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason, Usage
+from jaxengine.grammars import Grammar
+from jaxengine.sampling_params import SamplingParams, resolve_sampling
 from jaxengine.state import (
     COLUMN_DTYPES,
     REQUEST_IDS,
@@ -74,17 +79,16 @@ def create_request(state: EngineState, options: RequestOptions | None = None) ->
             f"this model allows at most {facts.max_length} tokens a session"
         )
     request_id = int(control.counters[REQUEST_IDS]) + 1
-    sampling = resolve_sampling(options.sampling, search)
+    _turn(control, options.sampling, options.grammar, (0, 0))
     values = dict.fromkeys(COLUMN_DTYPES, 0) | {
         "id": request_id,
-        "stamp": _digest(np.uint64(0), b"create", (limit, sampling)),
+        "stamp": _digest(
+            np.uint64(0), b"create", (limit, options.sampling, options.grammar, options.proposer)
+        ),
         "place": -1,
         "order": -1,
         "max_session": limit,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "seed": request_id % 2**32 if sampling.seed is None else sampling.seed,
+        "carried": Carried(dataclasses.replace(options.sampling), options.grammar, options.proposer),
     }
     columns = {
         name: np.append(getattr(control.requests, name), np.asarray(values[name], dtype))
@@ -130,7 +134,7 @@ def begin_turn(
     require_healthy(state.control)
     options = _require_options(options, TurnOptions)
     control = state.control
-    row = _require_row(control, request_id)
+    row = require_row(control, request_id)
     status = RequestStatus(control.requests.status[row])
     if status not in (RequestStatus.CREATED, RequestStatus.TURN_COMPLETE):
         raise RequestStateError(
@@ -140,7 +144,7 @@ def begin_turn(
         raise RequestStateError(
             f"request {request_id} has events that were not drained; drain them before the next turn"
         )
-    values = _require_tokens(tokens, control.facts.vocab_size)
+    values = require_token_ids(tokens, control.facts.vocab_size)
     length = int(control.requests.length[row])
     limit = int(control.requests.max_session[row])
     if length + len(values) >= limit:
@@ -149,6 +153,13 @@ def begin_turn(
             "leave room for at least one generated token"
         )
     _require_batch(control, row)
+    carried: Carried = control.requests.carried[row]
+    settings = _turn(
+        control,
+        options.sampling or carried.own,
+        options.grammar or carried.own_grammar,
+        (length, length + len(values)),
+    )
     turn = int(control.requests.turn[row])
     if turn == LAST_ID:
         raise OverflowError(f"request {request_id} has used every turn id; create a new request")
@@ -160,7 +171,7 @@ def begin_turn(
         status=RequestStatus.QUEUED,
         submitted=counters[SUBMISSIONS],
         served=counters[STEPS],
-        stamp=_next_stamp(control, row, b"begin", values.tobytes(), options),
+        stamp=next_stamp(control, row, b"begin", values.tobytes(), options),
         length=length + len(values),
         input_end=length + len(values),
         turn=np.uint64(turn + 1),
@@ -168,8 +179,50 @@ def begin_turn(
         generated=0,
         max_generated=options.max_generated_tokens or 0,
         failures=0,
+        **_turn_columns(control, request_id, carried, settings),
     )
     return state.replace(control=control), turn + 1  # type: ignore[attr-defined]
+
+
+def _turn(control: Control, sampling: SamplingParams, grammar: Grammar | None, span: tuple[int, int]) -> Turn:
+    """A turn's settings beside the folder's, its input at `span`; raises ValueError for what this model can't do."""
+    facts = control.facts
+    resolved = resolve_sampling(sampling, facts.search_settings)
+    biased = [token for token, _ in resolved.biases]
+    for name, tokens in (("logit_bias", biased), ("stop_token_ids", list(sampling.stop_token_ids))):
+        if tokens and max(tokens) >= facts.vocab_size:
+            raise ValueError(
+                f"SamplingParams.{name} names token {max(tokens)}; the vocabulary has ids up to {facts.vocab_size - 1}"
+            )
+    for name, value in (("SamplingParams.stop", sampling.stop), ("a grammar", grammar)):
+        if value and not facts.has_text:
+            raise ValueError(
+                f"{name} needs text, but this model has no tokenizer; use stop_token_ids instead"
+            )
+    eos = frozenset() if sampling.ignore_eos else facts.eos_token_ids
+    if grammar is not None and not eos:
+        raise ValueError(
+            "a grammar ends with an EOS, and this turn has none; use a model with one, not ignore_eos"
+        )
+    return Turn(resolved, grammar, eos.union(sampling.stop_token_ids), *span)
+
+
+def _turn_columns(control: Control, request_id: int, carried: Carried, turn: Turn) -> dict[str, object]:
+    """What a turn's settings put into the columns of its request."""
+    sampling, asked = turn.sampling, turn.sampling.asked
+    least = max(asked.min_new_tokens, sampling.min_length - turn.stop, 0)
+    seeds = (asked.seed, carried.own.seed, request_id % 2**32)
+    return {
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "seed": next(seed for seed in seeds if seed is not None),
+        "least": least,
+        "num_drafts": 0,
+        "traits": traits_of(carried, turn, minimum=least > 0, text=control.facts.has_text),
+        "carried": dataclasses.replace(carried, turn=turn, text=None, drafts=(), scores=()),
+    }
 
 
 def cancel_turn(state: EngineState, request_id: int, turn_id: int) -> tuple[EngineState, bool]:
@@ -183,7 +236,7 @@ def cancel_turn(state: EngineState, request_id: int, turn_id: int) -> tuple[Engi
     """
     require_unspent(state)
     control = state.control
-    row = _require_row(control, request_id)
+    row = require_row(control, request_id)
     status = control.requests.status[row]
     if status == RequestStatus.CREATED:
         raise RequestStateError(f"request {request_id} has had no turn yet; there is nothing to cancel")
@@ -288,9 +341,18 @@ def finish_turn(
         detail=detail,
         usage=usage_of(control, row),
     )
-    stamp = _next_stamp(control, row, b"finish", int(reason))
+    stamp = next_stamp(control, row, b"finish", int(reason))
     undrained = control.requests.undrained[row] + 1
-    control = replace_rows(control, row, status=RequestStatus.TURN_COMPLETE, stamp=stamp, undrained=undrained)
+    carried = dataclasses.replace(control.requests.carried[row], drafts=())
+    control = replace_rows(
+        control,
+        row,
+        status=RequestStatus.TURN_COMPLETE,
+        stamp=stamp,
+        undrained=undrained,
+        num_drafts=0,
+        carried=carried,
+    )
     suspects = without_suspects(control.suspects, [event.request_id])
     return control.replace(events=(*control.events, event), suspects=suspects)  # type: ignore[attr-defined]
 
@@ -344,7 +406,8 @@ def _row(control: Control, request_id: int) -> int:
     return row_of(control, request_id)
 
 
-def _require_row(control: Control, request_id: int) -> int:
+def require_row(control: Control, request_id: int) -> int:
+    """Returns the row of a request; raises RequestStateError if it is closed, ValueError if there never was one."""
     row = _row(control, request_id)
     if row < 0:
         raise RequestStateError(f"request {request_id} is CLOSED; create a new request")
@@ -377,7 +440,8 @@ def _require_options(options: Options | None, kind: type[Options]) -> Options:
     return options
 
 
-def _require_tokens(tokens: Sequence[int] | np.ndarray | jax.Array, vocab_size: int) -> np.ndarray:
+def require_token_ids(tokens: Sequence[int] | np.ndarray | jax.Array, vocab_size: int) -> np.ndarray:
+    """Returns int32[n], n at least 1, of ids inside the vocabulary; raises ValueError for anything else."""
     try:
         values = np.array(tokens)
     except ValueError as error:
@@ -396,7 +460,8 @@ def _require_tokens(tokens: Sequence[int] | np.ndarray | jax.Array, vocab_size: 
     return values.astype(np.int32)
 
 
-def _next_stamp(control: Control, row: int, *parts: object) -> np.uint64:
+def next_stamp(control: Control, row: int, *parts: object) -> np.uint64:
+    """The stamp of a row after a call that changed it by `parts`."""
     return _digest(control.requests.stamp[row], *parts)
 
 

@@ -107,6 +107,7 @@ def choose(
     known_ids: int,
     top: int | None = None,
     processed: Array | None = None,
+    targets: Array | None = None,
 ) -> Choice:
     """Chooses one token a row; traced under jit.
 
@@ -122,6 +123,7 @@ def choose(
             no logprobs.
         processed: bool[rows], which rows' logprobs are of the distribution that was drawn from, where temperature
             counts as 1 for an arg-max; the others', and all by default, are of the model's own logits.
+        targets: int32[rows], whose logprob a row gives in place of its chosen token's; -1, and by default, that one's.
     """
     count, vocab = logits.shape
     known = logits[:, :known_ids]
@@ -157,7 +159,9 @@ def choose(
 
         scores = jax.lax.cond(from_processed[i], of_processed, lambda: _without_negative_zero(logits[i]))
         factor = jnp.where(from_processed[i], coldness, 1.0)
-        return token, jnp.isfinite(highest), _logprobs(scores, factor, token, top)
+        target = jnp.int32(-1) if targets is None else jnp.asarray(targets)[i]
+        asked = jnp.where(target < 0, token, target)
+        return token, jnp.isfinite(highest), _logprobs(scores, factor, asked, top)
 
     def one(i: jax.Array) -> tuple[jax.Array, jax.Array, Logprobs | None]:
         if top is not None:

@@ -33,6 +33,7 @@ import dataclasses
 import numpy as np
 
 from jaxengine.blocks import blocks_for
+from jaxengine.carried import Traits
 from jaxengine.policies import Candidates
 from jaxengine.state import STEPS, Control, RequestStatus
 
@@ -43,7 +44,8 @@ class Schedule:
 
     Attributes:
         selected: int64[n], who runs, in order.
-        num_tokens: int64[n], how many tokens each runs.
+        num_tokens: int64[n], how many tokens each runs, drafts included.
+        num_drafts: int64[n], how many of its drafts are among them.
         num_reserved: int64[n], blocks that each needs beyond those that it holds.
         unserviceable: int64[m], who could not run in an empty pool either.
         evicted: int64[k], who gives its blocks and its place back.
@@ -52,13 +54,18 @@ class Schedule:
 
     selected: np.ndarray
     num_tokens: np.ndarray
+    num_drafts: np.ndarray
     num_reserved: np.ndarray
     unserviceable: np.ndarray
     evicted: np.ndarray
     deferred: int
 
 
+SCORED_CHUNK = 64
+"""Most tokens of a row whose prompt is scored: each has logits of its own, which are as wide as the vocabulary."""
+
 _NONE = np.zeros(0, np.int64)
+_NOTHING = Schedule(_NONE, _NONE, _NONE, _NONE, _NONE, _NONE, 0)
 
 
 def schedule(control: Control) -> Schedule:
@@ -69,10 +76,10 @@ def schedule(control: Control) -> Schedule:
     if config.batching == "static" and resident.any() and live.any():
         live &= resident
         if not live.any():
-            return Schedule(_NONE, _NONE, _NONE, _NONE, np.flatnonzero(resident), 0)
+            return dataclasses.replace(_NOTHING, evicted=np.flatnonzero(resident))
     rows = np.flatnonzero(live)
     if len(rows) == 0:
-        return Schedule(_NONE, _NONE, _NONE, _NONE, _NONE, 0)
+        return _NOTHING
     rows = rows[_ranked(control, rows)]
     needed = blocks_for(requests.length[rows], config.block_size)
     hopeless = needed > min(control.num_blocks, control.table_width)
@@ -84,11 +91,14 @@ def schedule(control: Control) -> Schedule:
     if config.preemption == "recompute":
         evicted = _victims(control, demand, taken)
         taken = taken[~np.isin(demand.rows[taken], evicted)]
-    selected = demand.rows[taken]
+    selected, reserved = demand.rows[taken], demand.wanted[taken]
+    counts = _grow(control, selected)
+    drafts, extra = _drafts(control, selected, counts, _unclaimed(control, demand, taken))
     return Schedule(
         selected=selected,
-        num_tokens=_grow(control, selected),
-        num_reserved=demand.wanted[taken],
+        num_tokens=counts + drafts,
+        num_drafts=drafts,
+        num_reserved=reserved + extra,
         unserviceable=unserviceable,
         evicted=evicted,
         deferred=deferred,
@@ -329,7 +339,37 @@ def _grow(control: Control, selected: np.ndarray) -> np.ndarray:
     prefill = requests.processed[selected] < requests.input_end[selected]
     for i in np.flatnonzero(prefill):
         remaining = int(requests.length[selected[i]] - requests.processed[selected[i]])
-        extra = min(budget, min(remaining, chunk) - 1)
+        scored = requests.traits[selected[i]] & Traits.SCORED
+        extra = min(budget, min(remaining, chunk, SCORED_CHUNK if scored else chunk) - 1)
         counts[i] += extra
         budget -= extra
     return counts
+
+
+def _unclaimed(control: Control, demand: _Demand, taken: np.ndarray) -> int:
+    """Free blocks that no row of the step needs and no one who is passed over has a claim on."""
+    claimed = demand.claims * demand.wanted
+    claimed[taken] = demand.wanted[taken]
+    return max(len(control.free_blocks) - int(claimed.sum()), 0)
+
+
+def _drafts(
+    control: Control, selected: np.ndarray, counts: np.ndarray, blocks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """How many drafts of each selected row run, and the blocks that they need beyond the row's.
+
+    They are optional work: in order, with what the budget has left and with `blocks` that nobody else is to have.
+    """
+    requests, config = control.requests, control.config
+    drafts, extra = np.zeros((2, len(selected)), np.int64)
+    budget = config.max_scheduled_tokens - int(counts.sum())
+    proposed = requests.num_drafts[selected] * (requests.processed[selected] >= requests.input_end[selected])
+    for i in np.flatnonzero(proposed):
+        row = selected[i]
+        most = min(int(proposed[i]), budget, (config.chunk_size or config.max_scheduled_tokens) - 1)
+        held = max(int(control.blocks_held[row]), int(blocks_for(requests.length[row], config.block_size)))
+        most = min(most, (held + blocks) * config.block_size - int(requests.length[row]))
+        needed = max(int(blocks_for(requests.length[row] + most, config.block_size)) - held, 0)
+        drafts[i], extra[i] = most, needed
+        budget, blocks = budget - most, blocks - needed
+    return drafts, extra

@@ -42,10 +42,17 @@ class RequestStatus(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class ModelFacts:
-    """What planning and the lifecycle need to know of a model; hashable, so that it can ride along as metadata."""
+    """What planning and the lifecycle need to know of a model; hashable, so that it can ride along as metadata.
+
+    Attributes:
+        num_ids: How many ids, from 0, may be chosen: those that the tokenizer has, where there is one.
+        has_text: Whether there is a tokenizer.
+    """
 
     identity: str
     vocab_size: int
+    num_ids: int
+    has_text: bool
     max_length: int
     context_length: int
     eos_token_ids: frozenset[int]
@@ -83,7 +90,12 @@ class Requests:
         max_session: int64, limit on `length`.
         failures: int64, steps in a row that failed on this request.
         undrained: int64, its events in the queue.
-        temperature: float32, top_k: int32, top_p: float32, seed: uint32: resolved sampling settings.
+        temperature: float32, top_k: int32, top_p: float32, min_p: float32, seed: uint32: how its turn's tokens are
+            drawn.
+        least: int64, tokens that the turn generates before it may end by one.
+        num_drafts: int64, tokens proposed to follow its sequence.
+        traits: uint8, the `Traits` of its turn.
+        carried: object, its `Carried`.
     """
 
     id: np.ndarray
@@ -110,7 +122,12 @@ class Requests:
     temperature: np.ndarray
     top_k: np.ndarray
     top_p: np.ndarray
+    min_p: np.ndarray
     seed: np.ndarray
+    least: np.ndarray
+    num_drafts: np.ndarray
+    traits: np.ndarray
+    carried: np.ndarray
 
     def __len__(self) -> int:
         return len(self.id)
@@ -141,7 +158,12 @@ COLUMN_DTYPES = {
     "temperature": np.float32,
     "top_k": np.int32,
     "top_p": np.float32,
+    "min_p": np.float32,
     "seed": np.uint32,
+    "least": np.int64,
+    "num_drafts": np.int64,
+    "traits": np.uint8,
+    "carried": object,
 }
 
 
@@ -165,7 +187,7 @@ class Control:
             tables, or belong to the closed members of a running static batch.
         counters: int64, by the indices below: the newest request id, submission rank and admission rank; rows put off
             for lack of capacity by steps that ran; steps that ran rows; steps that failed; requests that gave their
-            blocks back.
+            blocks back; drafts that ran, and those that were accepted.
         events: Published and undrained.
         suspects: Groups of requests whose steps failed for an unknown reason, each to be tried alone, first to last; an
             empty one for a step without requests.
@@ -203,7 +225,9 @@ class Control:
         return self.blocks.lengths
 
 
-REQUEST_IDS, SUBMISSIONS, ADMISSIONS, DEFERRALS, STEPS, FAILED_STEPS, PREEMPTIONS = range(7)
+REQUEST_IDS, SUBMISSIONS, ADMISSIONS, DEFERRALS, STEPS, FAILED_STEPS, PREEMPTIONS, DRAFTED, ACCEPTED = range(
+    9
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -250,6 +274,8 @@ def facts_of(model: Model) -> ModelFacts:
     return ModelFacts(
         identity=model.decoder.identity,
         vocab_size=model.decoder.vocab_size,
+        num_ids=model.num_ids,
+        has_text=model.tokenizer is not None,
         max_length=model.config.max_length,
         context_length=model.config.context_length,
         eos_token_ids=frozenset(model.config.eos_token_ids),
@@ -283,7 +309,7 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
         tokens=LogTable.empty(),
         blocks=LogTable.empty(),
         free_blocks=whole_pool(config.num_blocks or 0),
-        counters=np.zeros(7, np.int64),
+        counters=np.zeros(9, np.int64),
         events=(),
         suspects=(),
         failure=None,

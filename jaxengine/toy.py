@@ -31,6 +31,9 @@ those of the channels that follow, and its sum is added as well:
     number(1, 1, 1 + 3) = NUMBERS[2 * (1 + 1 + 4) % 67 % 24] = 15
     next_token([3, 1], window=1) = (22 + 5 * 15) % 28 = 13
 
+`toy_model(text=True)` has a tokenizer: ids 0 to 25 are the letters a to z, 26 a blank and 27 a full stop; the others
+are special tokens, `<28>` for one. So stop strings and grammars can be tried on it as well.
+
 Logits fall by `SLOPE` a step of the circle from the next token on, so every distribution is known (`logits_after`); ids
 from `LETTERS` on have logit -inf. Three inputs make trouble: logits are NaN after the token `NAN`, all -inf after
 `ALL_MASKED`, and NaN everywhere under `with_params(model, poison=True)`. Sums are exact up to `CONTEXT` tokens.
@@ -47,9 +50,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
 
 from jaxengine.model import Model
 from jaxengine.programs import Programs
+from jaxengine.text import Tokenizer
 from onnx_import import Attention, AttentionSpec, FixedSpec, FixedState, FolderConfig
 
 LETTERS, VOCAB = 28, 32
@@ -210,6 +215,19 @@ def _decoder(hybrid: bool, window: int | None) -> tuple[ToyDecoder, Programs]:
     return decoder, Programs(decoder)
 
 
+@functools.cache
+def toy_tokenizer() -> Tokenizer:
+    """The tokenizer of `toy_model(text=True)`, without a chat template."""
+    letters = "abcdefghijklmnopqrstuvwxyz\u0120."  # U+0120 is how byte-level vocabularies spell a blank
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[])
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens([f"<{token}>" for token in range(LETTERS, VOCAB)])
+    return Tokenizer(backend)
+
+
 def toy_model(
     *,
     eos: Sequence[int] = (),
@@ -218,6 +236,7 @@ def toy_model(
     search: Mapping[str, Any] | None = None,
     hybrid: bool = False,
     window: int | None = None,
+    text: bool = False,
 ) -> Model:
     """A model around the toy decoder; all of the same states and window share one set of compiled programs."""
     decoder, programs = _decoder(hybrid, window)
@@ -232,7 +251,8 @@ def toy_model(
         search={} if search is None else search,
         notes=(),
     )
-    return Model(decoder=decoder, config=config, path=Path("toy"), programs=programs)
+    tokenizer = toy_tokenizer() if text else None
+    return Model(decoder, config, Path("toy"), programs, tokenizer)
 
 
 def with_params(model: Model, *, poison: bool) -> Model:

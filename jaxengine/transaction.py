@@ -8,6 +8,7 @@ whose class says what it costs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from types import TracebackType
 
@@ -15,6 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxengine.bookkeeping import next_control
+from jaxengine.carried import Traits
+from jaxengine.choosing import Reports, edits_of, reports_of, sampling_rows
 from jaxengine.errors import (
     ContractError,
     ExecutionCapacityError,
@@ -24,28 +28,36 @@ from jaxengine.errors import (
     StepError,
     StoreLostError,
 )
-from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason, Usage
+from jaxengine.events import (
+    EventRecord,
+    FinishReason,
+    TokenLogprobs,
+)
 from jaxengine.faults import Stage, reach
-from jaxengine.logs import LogTable
+from jaxengine.guidance import GuidanceError, Guides
 from jaxengine.model import Model, require_model
 from jaxengine.planning import StepOutcome, StepPlan, plan_step
-from jaxengine.programs import Destinations, ForwardResult, Programs, bucket_for, destinations, pack
-from jaxengine.requests import finish_turn, free_without, without_suspects
+from jaxengine.programs import (
+    Destinations,
+    ForwardResult,
+    Programs,
+    StepBatch,
+    bucket_for,
+    destinations,
+    pack,
+    padded,
+)
+from jaxengine.sampling import Logprobs
+from jaxengine.sampling_params import MOST_LOGPROBS
+from jaxengine.settling import Settled, settle
 from jaxengine.sizing import ran_out_of_memory
 from jaxengine.state import (
-    ADMISSIONS,
-    DEFERRALS,
-    PREEMPTIONS,
-    STEPS,
     Control,
     EngineState,
     Lease,
-    RequestStatus,
     Store,
-    replace_rows,
     require_healthy,
     require_unspent,
-    row_of,
     rows_of,
 )
 from jaxengine.windows import require_room_in_rings
@@ -63,15 +75,15 @@ class StagedStep:
     """What the device made of a plan.
 
     Attributes:
-        result: Staged keys and values, logits float32[rows, vocab] and the chosen tokens, padded to the bucket.
-        to: Where the staged tokens go.
-        tokens: int32[plan rows], the chosen tokens on the host; they count only for rows that sample.
+        result: Staged keys and values, fixed states, and logits float32[rows, vocab], padded to the bucket.
+        to: Where the accepted tokens go.
+        settled: What was chosen, and what it comes to.
         programs: The programs that publish it.
     """
 
     result: ForwardResult
     to: Destinations
-    tokens: np.ndarray
+    settled: Settled
     programs: Programs
 
 
@@ -91,10 +103,10 @@ class Transaction:
 
     @property
     def logits(self) -> jax.Array:
-        """float32[rows, vocab], each row's logits at its last token, in the plan's order."""
+        """float32[rows of logits, vocab] in the plan's order, each row's at its last token, behind it at its drafts."""
         if self.staged is None:
             raise ValueError("this transaction has no rows, so it has no logits")
-        return self.staged.result.logits[: len(self.plan.index)]
+        return self.staged.result.logits[: int(self.plan.num_logits.sum())]
 
 
 def execute(model: Model, state: EngineState, plan: StepPlan) -> Transaction:
@@ -140,8 +152,15 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
     bucket = bucket_for(plan, control.config)
     batch = pack(control, plan, bucket)
     reach(Stage.EXECUTE)
+    drafted = bool(plan.num_drafts.any())
     result = model.programs.forward(
-        model.decoder.params, store.pages, store.block_table, store.fixed, batch, tile_size=bucket.tile_size
+        model.decoder.params,
+        store.pages,
+        store.block_table,
+        store.fixed,
+        batch,
+        tile_size=bucket.tile_size,
+        replayable=drafted,
     )
     # The device is at work: whatever needs no result of it comes first.
     with _failures_of(store, unknown=ContractError):
@@ -149,18 +168,119 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
         _require_reservation(control, plan)
         require_room_in_rings(model.decoder.layers, store.pages, int(plan.num_tokens.max()))
         to = destinations(control, plan, bucket)
+    reach(Stage.MASKS)
+    guided = bool((control.requests.traits[plan.index] & Traits.GUIDED).any())
+    reports = reports_of(control, plan, bucket)
+    choice = model.programs.choose(
+        result.logits,
+        sampling_rows(control, plan, bucket),
+        edits_of(control, plan, bucket, model.guides if guided else None),
+        known_ids=control.facts.num_ids,
+        top=None if reports is None else min(MOST_LOGPROBS, control.facts.vocab_size),
+        processed=None if reports is None else reports.processed,
+        targets=None if reports is None else reports.targets,
+    )
     reach(Stage.LOGITS)
-    rows = len(plan.index)
+    row = np.repeat(np.arange(len(plan.index)), plan.num_logits)
     # Logits that no token is chosen from may be anything: where a prompt is cut must not matter.
-    usable = np.asarray(result.usable)[:rows] | ~plan.samples
-    if not usable.all():
-        culprits = tuple(int(i) for i in plan.request_ids[~usable])
+    usable = np.asarray(choice.usable)[: len(row)] | ~plan.samples[row]
+    settled = settle(control, plan, np.asarray(choice.tokens)[: len(row)], model.tokenizer)
+    # Nor logits behind a draft that is not accepted.
+    bad = np.unique(settled.row[~usable[settled.place]])
+    if len(bad):
+        culprits = tuple(int(i) for i in plan.request_ids[bad])
         names = ", ".join(map(str, culprits))
         raise RetryableStepError(
             f"the logits of request {names} are not finite; the step was dropped", culprits
         )
     reach(Stage.SAMPLE)
-    return StagedStep(result, to, np.array(result.chosen)[:rows], model.programs)
+    if drafted:
+        result, to = _accepted(model, plan, batch, result, to, settled)
+    if choice.logprobs is not None and reports is not None:
+        made: Logprobs = jax.tree.map(np.asarray, choice.logprobs)
+        settled = dataclasses.replace(
+            settled,
+            logprobs=_logprobs(control, plan, settled, made),
+            scores=_scores(control, plan, reports, made),
+        )
+    if guided:
+        settled = dataclasses.replace(settled, forced=_forced(control, plan, settled, model.guides))
+    return StagedStep(result, to, settled, model.programs)
+
+
+def _logprobs(control: Control, plan: StepPlan, settled: Settled, made: Logprobs) -> dict[int, TokenLogprobs]:
+    """Those of the choices whose turns report them."""
+    found = {}
+    for nth, (i, place) in enumerate(zip(settled.row, settled.place, strict=True)):
+        count = control.requests.carried[plan.index[i]].turn.sampling.asked.logprobs
+        if count is not None:
+            found[nth] = _told(made, place, count)
+    return found
+
+
+def _scores(
+    control: Control, plan: StepPlan, reports: Reports, made: Logprobs
+) -> dict[int, tuple[TokenLogprobs | None, ...]]:
+    """Of the next tokens of the inputs of turns that report them; None for those that nothing here predicts."""
+    found: dict[int, tuple[TokenLogprobs | None, ...]] = {}
+    starts = np.cumsum(plan.num_logits) - plan.num_logits
+    for i in np.flatnonzero((control.requests.traits[plan.index] & Traits.SCORED > 0) & plan.is_prefill):
+        carried = control.requests.carried[plan.index[i]]
+        places = range(int(starts[i]), int(starts[i] + plan.num_logits[i]))
+        scored = [place for place in places if reports.targets[place] >= 0]
+        if not scored:
+            continue
+        first = int(plan.past[i] + plan.num_tokens[i] - plan.num_logits[i]) + 1
+        unknown = first - carried.turn.start - len(carried.scores)
+        count = carried.turn.sampling.asked.prompt_logprobs
+        found[int(i)] = (*(None,) * unknown, *(_told(made, place, count) for place in scored))
+    return found
+
+
+def _told(made: Logprobs, place: int, count: int) -> TokenLogprobs:
+    top = zip(made.ids[place, :count].tolist(), made.values[place, :count].tolist(), strict=True)
+    return TokenLogprobs(float(made.chosen[place]), tuple(top))
+
+
+def _forced(
+    control: Control, plan: StepPlan, settled: Settled, guides: Guides | None
+) -> dict[int, tuple[int, ...]]:
+    """The tokens that the grammars of rows force next; they follow as drafts. A grammar that fails is met later."""
+    forced = {}
+    for i in np.flatnonzero(control.requests.traits[plan.index] & Traits.GUIDED):
+        new = settled.token[settled.row == i]
+        if len(new) == 0 or settled.reason[settled.row == i][-1] != FinishReason.NONE:
+            continue
+        row = plan.index[i]
+        length, generated = int(control.requests.length[row]), int(control.requests.generated[row])
+        output = np.append(control.tokens.read(row, length - generated, length), new)
+        assert guides is not None
+        with contextlib.suppress(GuidanceError):
+            forced[int(i)] = guides.forced(control.requests.carried[row].turn.grammar, output)
+    return forced
+
+
+_OUTSIDE = np.iinfo(np.int32).max
+"""As a place or a block: none, so that the write is dropped."""
+
+
+def _accepted(
+    model: Model,
+    plan: StepPlan,
+    batch: StepBatch,
+    result: ForwardResult,
+    to: Destinations,
+    settled: Settled,
+) -> tuple[ForwardResult, Destinations]:
+    """Leaves the drafts that were not accepted out of what is to be published."""
+    local = np.arange(plan.total_tokens) - np.repeat(plan.offsets, plan.num_tokens)
+    refused = np.flatnonzero(local >= np.repeat(settled.slots, plan.num_tokens))
+    place, block = to.place.copy(), to.block.copy()
+    # Where padding goes.
+    place[refused] = block[refused] = _OUTSIDE
+    accepted = padded(settled.slots.astype(np.int32), len(to.states))
+    fixed = model.programs.after_prefixes(result.fixed, batch.states, accepted)
+    return result._replace(fixed=fixed), to._replace(place=place, block=block)
 
 
 class _failures_of:  # noqa: N801 - a context manager, used like a function
@@ -240,7 +360,8 @@ def commit(
         raise StaleTransactionError(f"the transaction is stale: {reason}; plan and execute again")
     with _failures_of(state.store):
         reach(Stage.VALIDATE)
-        control = _next_control(state.control, transaction)
+        staged = transaction.staged
+        control = next_control(state.control, transaction.plan, None if staged is None else staged.settled)
         events = control.events[len(state.control.events) :]
     transaction.fate.committed = state.store.lease.spent = donate
     with _failures_of(state.store, taken=donate):
@@ -302,140 +423,10 @@ def _stale(state: EngineState, plan: StepPlan) -> str | None:
 
 
 def _counts_fit(control: Control, plan: StepPlan) -> bool:
-    ends = plan.past + plan.num_tokens
-    return bool(((plan.num_tokens >= 1) & (ends <= control.requests.length[plan.index])).all())
-
-
-def _next_control(control: Control, transaction: Transaction) -> Control:
-    """The control value after the step; pure, and complete before the device write begins."""
-    reach(Stage.BOOKKEEPING)
-    plan = transaction.plan
-    index = rows_of(control, plan.request_ids)
-    newcomers = int(plan.is_new.sum())
-    counters = control.counters.copy()
-    first_order = counters[ADMISSIONS] + 1
-    counters[[DEFERRALS, ADMISSIONS, STEPS]] += plan.deferred, newcomers, int(len(index) > 0)
-    requests = control.requests
-    order = requests.order[index]
-    order[plan.is_new] = first_order + np.arange(newcomers)
-    settled = np.where(plan.is_new, -1, requests.settled[index])
-    control = control.replace(  # type: ignore[attr-defined]
-        blocks=_with_reserved(control, index, plan),
-        free_blocks=control.free_blocks[: len(control.free_blocks) - len(plan.reserved)],
-        counters=counters,
-        suspects=without_suspects(control.suspects, plan.request_ids.tolist()),
-    )
-    control = replace_rows(
-        control,
-        index,
-        status=RequestStatus.ACTIVE,
-        place=plan.places,
-        bank=1 - requests.bank[index],
-        order=order,
-        admitted=np.where(plan.is_new, counters[STEPS], requests.admitted[index]),
-        queued=np.where(plan.is_new, requests.served[index], requests.queued[index]),
-        settled=np.where(plan.samples & (settled < 0), counters[STEPS], settled),
-        served=counters[STEPS],
-        processed=plan.past + plan.num_tokens,
-        failures=0,
-    )
-    if len(plan.evicted):
-        control = _without_residence(control, rows_of(control, plan.evicted))
-    reach(Stage.EVENTS)
-    if transaction.staged is not None:
-        control = _with_tokens(control, index, plan, transaction.staged.tokens)
-    for request_id in plan.unserviceable:
-        control = finish_turn(
-            control,
-            row_of(control, int(request_id)),
-            FinishReason.FAILED,
-            EngineErrorCode.REQUEST_UNSERVICEABLE,
-            f"request {request_id} needs more blocks than the pool of {control.num_blocks} has; "
-            "close it and use a larger EngineConfig.num_blocks",
-        )
-    return control
-
-
-def _without_residence(control: Control, rows: np.ndarray) -> Control:
-    """Takes blocks and places back; a live turn waits again, and what it has so far becomes input to run once more."""
-    requests = control.requests
-    live = rows[requests.status[rows] != RequestStatus.TURN_COMPLETE]
-    counters = control.counters.copy()
-    counters[PREEMPTIONS] += len(live)
-    control = control.replace(  # type: ignore[attr-defined]
-        blocks=control.blocks.clear_rows(rows),
-        free_blocks=free_without(control, rows),
-        counters=counters,
-    )
-    control = replace_rows(control, rows, place=-1, order=-1, processed=0)
-    return replace_rows(control, live, status=RequestStatus.QUEUED, input_end=requests.length[live])
-
-
-def _with_reserved(control: Control, index: np.ndarray, plan: StepPlan) -> LogTable:
-    table = control.blocks
-    ends = np.cumsum(plan.num_reserved)
-    one = plan.num_reserved == 1
-    table = table.append_each(index[one], plan.reserved[ends[one] - 1])
-    for i in np.flatnonzero(plan.num_reserved > 1):
-        table = table.extend(int(index[i]), plan.reserved[ends[i] - plan.num_reserved[i] : ends[i]])
-    return table
-
-
-def _with_tokens(control: Control, index: np.ndarray, plan: StepPlan, chosen: np.ndarray) -> Control:
-    """Appends each sampling row's token, ends the turns that it ends, and publishes the events in the plan's order."""
-    sampling = np.flatnonzero(plan.samples)
-    rows, tokens = index[sampling], chosen[sampling]
-    is_eos = np.isin(tokens, list(control.facts.eos_token_ids))
-    grown = rows[~is_eos]
-    requests = control.requests
-    length, generated = requests.length.copy(), requests.generated.copy()
-    length[grown] += 1
-    generated[grown] += 1
-    control = control.replace(tokens=control.tokens.append_each(grown, tokens[~is_eos]))  # type: ignore[attr-defined]
-    control = replace_rows(
-        control,
-        rows,
-        length=length[rows],
-        generated=generated[rows],
-        undrained=requests.undrained[rows] + 1,
-    )
-
-    limit = requests.max_generated[rows]
-    reasons = np.select(
-        [is_eos, (limit > 0) & (generated[rows] >= limit), length[rows] >= requests.max_session[rows]],
-        [FinishReason.EOS, FinishReason.MAX_GENERATED_TOKENS, FinishReason.MAX_SESSION_TOKENS],
-        FinishReason.NONE,
-    )
-    done = reasons != FinishReason.NONE
-    control = replace_rows(control, rows[done], status=RequestStatus.TURN_COMPLETE)
-    columns = (requests.id, requests.turn, requests.prompt_tokens, generated)
-    events = [
-        EventRecord(
-            request_id=request_id,
-            turn_id=turn,
-            flags=_TOKEN_FLAGS[bool(eos), reason != FinishReason.NONE],
-            token=-1 if eos else token,
-            finish_reason=_REASONS[reason],
-            usage=Usage(prompt_tokens, generated_tokens),
-        )
-        for token, reason, eos, request_id, turn, prompt_tokens, generated_tokens in zip(
-            tokens.tolist(),
-            reasons.tolist(),
-            is_eos,
-            *(column[rows].tolist() for column in columns),
-            strict=True,
-        )
-    ]
-    return control.replace(events=(*control.events, *events))  # type: ignore[attr-defined]
-
-
-# Looking enumerations up is much of the time of a step of thousands of rows.
-_REASONS = list(FinishReason)
-_TOKEN_FLAGS = {
-    (False, False): EngineEventFlags.TOKEN,
-    (False, True): EngineEventFlags.TOKEN | EngineEventFlags.TURN_FINISHED,
-    (True, True): EngineEventFlags.TURN_FINISHED,
-}
+    requests, own = control.requests, plan.num_tokens - plan.num_drafts
+    fits = (own >= 1) & (plan.past + own <= requests.length[plan.index])
+    proposed = np.where(plan.samples, requests.num_drafts[plan.index], 0)
+    return bool((fits & (plan.num_drafts >= 0) & (plan.num_drafts <= proposed)).all())
 
 
 def _publish(store: Store, staged: StagedStep | None, donate: bool) -> Store:

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from jaxengine.cli.errors import USAGE, CommandError
-from jaxengine.config import SamplingParams
+from jaxengine.sampling_params import SamplingParams
 
 MOST_TOKENS = 2**31 - 1
 """What the engine's own limits go up to."""

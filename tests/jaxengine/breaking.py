@@ -11,7 +11,8 @@ from typing import Any
 import jax
 
 import jaxengine as je
-from jaxengine.programs import Programs, StepBatch
+from jaxengine.programs import Programs
+from jaxengine.sampling import SamplingRows
 
 Flags, Code, Stage = je.EngineEventFlags, je.EngineErrorCode, je.Stage
 
@@ -137,7 +138,7 @@ Breaks = Callable[[Mapping[int, int]], Exception | None]
 
 @dataclasses.dataclass
 class BreakingPrograms:
-    """Programs whose forward pass asks `breaks` for an error.
+    """Programs that ask `breaks` for an error before they choose tokens.
 
     Attributes:
         real: The programs that do the work.
@@ -148,21 +149,19 @@ class BreakingPrograms:
     real: Programs
     breaks: Breaks
 
-    def forward(
-        self, params: Any, pages: Any, table: Any, fixed: Any, batch: StepBatch, *, tile_size: int
-    ) -> Any:
-        rows = zip(batch.sampling.seed.tolist(), batch.sampling.position.tolist(), strict=True)
+    def choose(self, logits: Any, settings: SamplingRows, *edits: Any, **static: Any) -> Any:
+        rows = zip(settings.seed.tolist(), settings.position.tolist(), strict=True)
         error = self.breaks({seed: position for seed, position in rows if seed})
         if error is not None:
             raise error
-        return self.real.forward(params, pages, table, fixed, batch, tile_size=tile_size)
+        return self.real.choose(logits, settings, *edits, **static)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.real, name)
 
 
 def breaking(model: je.Model, breaks: Breaks) -> je.Model:
-    """The model with a forward pass that raises what `breaks` returns."""
+    """The model with programs that raise what `breaks` returns."""
     return dataclasses.replace(model, programs=BreakingPrograms(model.programs, breaks))
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 import jaxengine as je
-from jaxengine.config import resolve_sampling
+from jaxengine.sampling_params import resolve_sampling
 
 SIZES = ["max_batch_size", "max_scheduled_tokens", "num_blocks", "block_size", "chunk_size", "fairness_bound"]
 COUNTS = [

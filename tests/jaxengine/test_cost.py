@@ -3,6 +3,7 @@
 Calls are those of Python and of C, counted by the interpreter's profiler; `benchmarks/host_time.py` measures the time.
 """
 
+import gc
 import sys
 
 import pytest
@@ -25,11 +26,15 @@ def calls(function):
         nonlocal count
         count += event in ("call", "c_call")
 
+    # A collection in between would call finalizers.
+    gc.collect()
+    gc.disable()
     sys.setprofile(note)
     try:
         result = function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return count, result
 
 

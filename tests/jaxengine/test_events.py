@@ -156,6 +156,7 @@ def test_B3_flags_and_codes_are_pinned():
         "EXECUTION_CAPACITY_EXCEEDED",
         "ENGINE_CONTRACT_FAILURE",
         "ENGINE_EXECUTION_FAILURE",
+        "GUIDANCE_FAILURE",
     ]
 
 

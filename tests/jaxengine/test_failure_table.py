@@ -51,6 +51,15 @@ def eos():
     return engine, engine.run(), requests
 
 
+def stop_string():
+    model = toy_model(text=True)
+    engine = je.Engine(model, SMALL)
+    stop = model.tokenizer.decode([next_token(PROMPT)])
+    request = engine.create_request(je.RequestOptions(sampling=je.SamplingParams(temperature=0.0, stop=stop)))
+    request.begin_turn(PROMPT)
+    return engine, engine.run(), [request]
+
+
 def limit_of_turn():
     engine, requests = engine_with(PROMPT, limit=1)
     return engine, engine.run(), requests
@@ -120,6 +129,7 @@ UNKNOWN = RuntimeError("who knows")
 OUTCOMES = {
     "token": token,
     "turn complete: EOS": eos,
+    "turn complete: stop string": stop_string,
     "turn complete: limit of the turn": limit_of_turn,
     "turn complete: limit of the session": limit_of_session,
     "turn complete: cancelled": cancelled,
@@ -128,6 +138,7 @@ OUTCOMES = {
     "unserviceable": unserviceable,
     "retryable": retryable,
     "row failed after its retries": row_failed,
+    "grammar can't go on": lambda: faulty(Stage.MASKS, je.RequestFailure("no way on", (1,)), PROMPT),
     "execution out of memory": lambda: faulty(Stage.EXECUTE, MemoryError(), PROMPT),
     "planning failure": planning_failure,
     "contract failure": lambda: faulty(Stage.RESERVE, UNKNOWN, PROMPT),
@@ -170,7 +181,6 @@ def test_B11_the_page_and_this_file_know_the_same_outcomes():
 
 
 def test_B11_every_code_flag_and_reason_has_its_line():
-    """But for the reason that waits for stop strings."""
     lines = [line for lines in pinned().values() for line in lines]
     flags, reasons, codes = (
         frozenset().union(*(line[0] for line in lines)),
@@ -178,7 +188,7 @@ def test_B11_every_code_flag_and_reason_has_its_line():
         {line[2] for line in lines if line[2]},
     )
     assert flags == {flag.name for flag in je.EngineEventFlags}
-    assert reasons == {reason.name for reason in je.FinishReason} - {"STOP_STRING"}
+    assert reasons == {reason.name for reason in je.FinishReason}
     assert codes == {code.name for code in je.EngineErrorCode}
 
 

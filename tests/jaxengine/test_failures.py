@@ -105,7 +105,7 @@ def test_F2_memory_that_runs_out_on_the_device_is_capacity_of_its_own_kind(polic
 def test_F2_F4_a_failure_that_takes_the_store_along_is_fatal_whatever_it_calls_itself(kind, part, policy):
     engine, _ = started(failure_policy=policy)
 
-    def forward(params, pages, table, fixed, batch, *, tile_size):
+    def forward(params, pages, table, *others, **static):
         for array in pages if part == "pages" else [table]:
             array.delete()
         raise KINDS[kind]()

@@ -247,11 +247,12 @@ def test_P3_a_wrong_slot_bank_or_border_changes_the_tokens(fault):
     """In the second of two steps of three rows, a fault for each; a state is right by chance once in 28."""
 
     class Faulty:
+        choose = staticmethod(MODEL.programs.choose)
         publish = staticmethod(MODEL.programs.publish)
 
-        def forward(self, params, pages, table, fixed, batch, *, tile_size):
+        def forward(self, params, pages, table, fixed, batch, **static):
             batch = batch._replace(states=fault(batch.states))
-            return MODEL.programs.forward(params, pages, table, fixed, batch, tile_size=tile_size)
+            return MODEL.programs.forward(params, pages, table, fixed, batch, **static)
 
     faulty = dataclasses.replace(MODEL, programs=Faulty())
     rng, changed = np.random.default_rng(0), 0

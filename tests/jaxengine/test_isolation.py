@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 
 import jaxengine as je
-from jaxengine import transaction
+from jaxengine import bookkeeping
 from jaxengine.toy import LETTERS, continuation, toy_model
 from tests.jaxengine.breaking import Code, Flags, Stage, breaking, raising_for
 from tests.jaxengine.harness import SMALL
@@ -268,14 +268,14 @@ def test_F9_F7_a_search_and_rows_without_a_best_logit_at_once():
 
 def test_F9_the_step_is_rolled_back_whatever_failed_after_the_forward_pass(monkeypatch):
     """Poison of the bookkeeping: the same search, although the device had done its work."""
-    real = transaction._with_tokens
+    real = bookkeeping._with_tokens
 
-    def with_tokens(control, index, plan, chosen):
-        if 2 in plan.request_ids:
+    def with_tokens(control, index, settled):
+        if 2 in control.requests.id[index]:
             raise RuntimeError("poison")
-        return real(control, index, plan, chosen)
+        return real(control, index, settled)
 
-    monkeypatch.setattr(transaction, "_with_tokens", with_tokens)
+    monkeypatch.setattr(bookkeeping, "_with_tokens", with_tokens)
     engine, (one, two, three), batches = engine_with([[1], [2], [3]], lambda batch: None)
     failed = [event.request.id for event in run_out(engine) if Flags.FAILED in event.flags]
     assert failed == [2]

@@ -286,7 +286,7 @@ def test_A6_a_first_turn_that_fails_anywhere_leaves_a_created_request_that_can_b
     for tokens in ([], [LETTERS + 99], [-1], [1.5], [1] * CONTEXT, "text", None):
         with pytest.raises((ValueError, TypeError)):
             je.begin_turn(state, request_id, tokens)
-    for target in ("_next_stamp", "replace_rows"):
+    for target in ("next_stamp", "replace_rows"):
         with monkeypatch.context() as patch:
             patch.setattr(je.requests, target, lambda *_, **__: 1 / 0)
             with pytest.raises(ZeroDivisionError):

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 
 import jaxengine as je
-from jaxengine.config import resolve_sampling
 from jaxengine.sampling import SamplingRows, choose
+from jaxengine.sampling_params import resolve_sampling
 from jaxengine.toy import LETTERS, VOCAB, logits_after, next_token, toy_model
 from tests.jaxengine.harness import SMALL, begun, finish, tokens_of
 

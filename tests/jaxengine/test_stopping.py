@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import jaxengine as je
+from jaxengine import bookkeeping, planning, transaction
 from jaxengine import engine as engine_module
-from jaxengine import planning, transaction
 from jaxengine.toy import continuation
 from tests.jaxengine.breaking import Code, Flags, Stage
 from tests.jaxengine.harness import SMALL, assert_same, begun, leaves
@@ -218,8 +218,8 @@ def interrupting_at(stage, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         je.faults.reach(at)
 
-    monkeypatch.setattr(transaction, "reach", reach)
-    monkeypatch.setattr(planning, "reach", reach)
+    for module in (planning, transaction, bookkeeping):
+        monkeypatch.setattr(module, "reach", reach)
 
 
 @pytest.mark.parametrize("stage", Stage)

@@ -229,23 +229,21 @@ class Faulty:
         self.fault, self.rng = fault, np.random.default_rng(seed)
         self.hit, self.unusable = np.ones(ROWS, bool), np.zeros(ROWS, bool)
 
-    def forward(self, params, pages, table, fixed, batch, *, tile_size):
+    def forward(self, params, pages, table, fixed, batch, **static):
         at = Inputs(np.array(pages[0][:, :, 0]), np.array(table), batch, self.rng)
         self.tokens = at.prompt_tokens()
         if self.fault and self.fault not in IN_PUBLISH:
             before = at.content()
             self.fault(at)
             self.hit &= [one != other for one, other in zip(before, at.content(), strict=True)]
-        result = MODEL.programs.forward(
-            params,
-            (jnp.array(at.pages[:, :, None]),),
-            jnp.array(at.table),
-            fixed,
-            at.batch,
-            tile_size=tile_size,
+        return MODEL.programs.forward(
+            params, (jnp.array(at.pages[:, :, None]),), jnp.array(at.table), fixed, at.batch, **static
         )
-        self.unusable |= ~np.array(result.usable)[:ROWS]
-        return result._replace(usable=np.ones(len(result.usable), bool))
+
+    def choose(self, *given, **static):
+        choice = MODEL.programs.choose(*given, **static)
+        self.unusable |= ~np.array(choice.usable)[:ROWS]
+        return choice._replace(usable=np.ones(len(choice.usable), bool))
 
     def publish(self, pages, table, fixed, staged, states, to):
         if self.fault in IN_PUBLISH:

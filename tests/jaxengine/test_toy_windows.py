@@ -44,13 +44,16 @@ class Faulty:
         self.axis, self.write = axis, write
         self.unusable = np.zeros(ROWS, bool)
 
-    def forward(self, params, pages, *others, tile_size):
+    def forward(self, params, pages, *others, **static):
         full, rings = pages
         if self.axis is not None:
             rings = jnp.roll(rings, 1, self.axis)
-        result = MODEL.programs.forward(params, (full, rings), *others, tile_size=tile_size)
-        self.unusable |= ~np.array(result.usable)[:ROWS]
-        return result._replace(usable=np.ones(len(result.usable), bool))
+        return MODEL.programs.forward(params, (full, rings), *others, **static)
+
+    def choose(self, *given, **static):
+        choice = MODEL.programs.choose(*given, **static)
+        self.unusable |= ~np.array(choice.usable)[:ROWS]
+        return choice._replace(usable=np.ones(len(choice.usable), bool))
 
     def publish(self, pages, *others):
         *others, to = others

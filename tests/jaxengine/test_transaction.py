@@ -67,7 +67,7 @@ def test_E1_E2_a_dropped_transaction_leaves_every_leaf_and_the_retry_is_the_same
         retry = je.execute(MODEL, state, again)
         for each in dropped:
             if each.staged is not None:
-                assert np.array_equal(each.staged.tokens, retry.staged.tokens)
+                assert np.array_equal(each.staged.settled.token, retry.staged.settled.token)
                 for one, other in zip(
                     jax.tree.leaves(each.staged.result), jax.tree.leaves(retry.staged.result), strict=True
                 ):
@@ -148,8 +148,8 @@ def test_E3_an_error_before_the_write_leaves_state_and_transaction_usable():
     state, (one,) = started([3, 1])
     transaction = je.execute(MODEL, state, je.plan_step(state))
     assert transaction.staged is not None
-    tokens = np.zeros((3, 3), np.int32)
-    wrong = dataclasses.replace(transaction, staged=dataclasses.replace(transaction.staged, tokens=tokens))
+    settled = dataclasses.replace(transaction.staged.settled, row=np.array([3]))
+    wrong = dataclasses.replace(transaction, staged=dataclasses.replace(transaction.staged, settled=settled))
     before = leaves(state)
     with pytest.raises(je.ExecutionError, match="IndexError"):
         je.commit(state, wrong)

@@ -337,11 +337,11 @@ def test_J1_a_request_of_32k_tokens_has_the_ring_of_one_of_1k():
         """Programs that attend to nothing."""
 
         publish = staticmethod(model.programs.publish)
+        choose = staticmethod(model.programs.choose)
 
-        def forward(self, *given: Any, tile_size: int) -> Any:
-            run = functools.partial(model.programs.forward, tile_size=tile_size)
-            made = jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), jax.eval_shape(run, *given))
-            return made._replace(usable=jnp.ones_like(made.usable))
+        def forward(self, *given: Any, **static: Any) -> Any:
+            run = functools.partial(model.programs.forward, **static)
+            return jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), jax.eval_shape(run, *given))
 
     with je.Engine(dataclasses.replace(model, programs=Blind()), config) as engine:
         before, sizes = shapes(engine.state), []

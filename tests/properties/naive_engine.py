@@ -19,7 +19,15 @@ from jaxengine.faults import Fault
 from jaxengine.toy import ALL_MASKED, LETTERS, NAN
 from tests.jaxengine.naive import LIVE, NaiveEngine, NaivePlan, NaiveRequest
 
-OF_ROWS = (Stage.CHECKPOINT, Stage.PACK, Stage.EXECUTE, Stage.RESERVE, Stage.LOGITS, Stage.SAMPLE)
+OF_ROWS = (
+    Stage.CHECKPOINT,
+    Stage.PACK,
+    Stage.EXECUTE,
+    Stage.RESERVE,
+    Stage.MASKS,
+    Stage.LOGITS,
+    Stage.SAMPLE,
+)
 OF_A_COMMIT = (Stage.VALIDATE, Stage.BOOKKEEPING, Stage.EVENTS, Stage.PUBLISH)
 
 

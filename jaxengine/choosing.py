@@ -1,0 +1,211 @@
+"""What each row of logits is chosen by: its request's settings, what they make of its sequence, and its grammar's mask.
+
+A row with drafts has several rows of logits, each with the sequence up to its own draft. All of this is worked out on
+the host while the device makes the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxengine.carried import Carried, Traits, Turn
+from jaxengine.errors import RequestFailure, RetryableStepError
+from jaxengine.guidance import Cursor, GuidanceError, Guides
+from jaxengine.planning import StepPlan
+from jaxengine.programs import Bucket, padded, power_of_two
+from jaxengine.sampling import Edits, SamplingRows
+from jaxengine.state import Control
+
+_SHORTEST_HISTORY, _FEWEST_BIASES = 64, 16
+_CHANGED = Traits.EDITED | Traits.MINIMUM | Traits.GUIDED
+_ALL = np.uint32(0xFFFFFFFF)
+
+
+def sampling_rows(control: Control, plan: StepPlan, bucket: Bucket) -> SamplingRows:
+    """The settings of a plan's rows of logits, padded to the bucket; rows that choose nothing take the arg-max."""
+    row = np.repeat(np.arange(len(plan.index)), plan.num_logits)
+    requests, index = control.requests, plan.index[row]
+    position = plan.past[row] + (plan.logits_index - plan.offsets[row]) + 1
+    chooses = plan.samples[row] & (np.arange(len(row)) >= plan.first_choice[row])
+    return SamplingRows(
+        temperature=padded(requests.temperature[index] * chooses, bucket.logits),
+        top_k=padded(requests.top_k[index], bucket.logits),
+        top_p=padded(requests.top_p[index], bucket.logits),
+        min_p=padded(requests.min_p[index], bucket.logits),
+        seed=padded(requests.seed[index], bucket.logits),
+        position=padded(position.astype(np.int32), bucket.logits),
+    )
+
+
+class Reports(NamedTuple):
+    """Which log-probabilities rows of logits give, padded to the bucket.
+
+    Attributes:
+        processed: bool[rows], whether of the distribution drawn from.
+        targets: int32[rows], of which token; -1 for the chosen one.
+    """
+
+    processed: np.ndarray
+    targets: np.ndarray
+
+
+def reports_of(control: Control, plan: StepPlan, bucket: Bucket) -> Reports | None:
+    """Which log-probabilities a plan's rows of logits give; None if nobody asks for any."""
+    traits = control.requests.traits[plan.index]
+    wanted = np.flatnonzero(traits & (Traits.LOGPROBS * plan.samples | Traits.SCORED * plan.is_prefill))
+    if len(wanted) == 0:
+        return None
+    processed, targets = np.zeros(bucket.logits, bool), np.full(bucket.logits, -1, np.int32)
+    starts = np.cumsum(plan.num_logits) - plan.num_logits
+    for i in wanted:
+        turn = _turn(control, plan, int(i))
+        first, last = int(starts[i]), int(plan.first_choice[i])
+        processed[last : last + 1 + plan.num_drafts[i]] = turn.sampling.asked.logprobs_from == "sampling"
+        end = int(plan.past[i] + plan.num_tokens[i])
+        # Behind the last token of the input a token is chosen; behind each of the others stands the next one.
+        scoring = int(plan.num_logits[i]) - (end >= turn.stop)
+        if traits[i] & Traits.SCORED and scoring > 0:
+            behind = end - int(plan.num_logits[i])
+            following = control.tokens.read(int(plan.index[i]), behind + 1, behind + 1 + scoring)
+            targets[first : first + scoring] = following
+    return Reports(processed, targets)
+
+
+def edits_of(control: Control, plan: StepPlan, bucket: Bucket, guides: Guides | None) -> Edits | None:
+    """What changes a plan's logits before tokens are chosen, padded to the bucket; None if nothing does.
+
+    Raises:
+        RequestFailure: A grammar can't go on.
+        RetryableStepError: A mask could not be made for now.
+    """
+    traits = control.requests.traits[plan.index] * plan.samples
+    changed = np.flatnonzero(traits & _CHANGED)
+    if len(changed) == 0:
+        return None
+    rows = [_Row(control, plan, int(i)) for i in changed]
+    allowed = np.full((bucket.logits, -(-control.facts.vocab_size // 32)), _ALL)
+    edits = Edits(
+        repetition=np.ones(bucket.logits, np.float32),
+        presence=np.zeros(bucket.logits, np.float32),
+        frequency=np.zeros(bucket.logits, np.float32),
+        history=np.full((bucket.logits, _longest(rows)), -1, np.int32),
+        output_from=np.zeros(bucket.logits, np.int32),
+        bias_ids=np.full((bucket.logits, _most_biases(rows)), -1, np.int32),
+        bias=np.zeros((bucket.logits, _most_biases(rows)), np.float32),
+        allowed=allowed,
+    )
+    starts = plan.first_choice
+    for i, row in zip(changed, rows, strict=True):
+        places = slice(int(starts[i]), int(starts[i]) + 1 + row.num_drafts)
+        if row.turn.grammar is not None:
+            assert guides is not None, "begin_turn refuses a grammar without a tokenizer"
+            _guide(row, int(plan.request_ids[i]), guides, allowed[places])
+        for nth in range(1 + row.num_drafts):
+            _edit(row, nth, edits, places.start + nth)
+            _forbid(row, nth, allowed[places.start + nth])
+    return edits
+
+
+class _Row:
+    """A row of the plan whose logits are changed."""
+
+    def __init__(self, control: Control, plan: StepPlan, i: int) -> None:
+        requests, row = control.requests, plan.index[i]
+        self.turn = _turn(control, plan, i)
+        self.length = int(requests.length[row])
+        self.generated = int(requests.generated[row])
+        self.least = int(requests.least[row])
+        self.num_drafts = int(plan.num_drafts[i])
+        drafts = requests.carried[row].drafts[: self.num_drafts]
+        self.tokens = np.append(control.tokens.read(row, 0, self.length), np.array(drafts, np.int32))
+
+    @property
+    def penalises(self) -> bool:
+        """Whether its logits depend on how often tokens are in its sequence."""
+        asked = self.turn.sampling.asked
+        return bool(
+            self.turn.sampling.repetition_penalty != 1 or asked.presence_penalty or asked.frequency_penalty
+        )
+
+
+def _turn(control: Control, plan: StepPlan, i: int) -> Turn:
+    carried: Carried = control.requests.carried[plan.index[i]]
+    assert carried.turn is not None, "a row that runs has begun a turn"
+    return carried.turn
+
+
+def _longest(rows: list[_Row]) -> int:
+    """Room for each history: powers of two, so that few programs are compiled."""
+    lengths = [len(row.tokens) for row in rows if row.penalises]
+    return power_of_two(max(_SHORTEST_HISTORY, *lengths, 1))
+
+
+def _most_biases(rows: list[_Row]) -> int:
+    return power_of_two(max(_FEWEST_BIASES, *(len(row.turn.sampling.biases) for row in rows), 1))
+
+
+def _guide(row: _Row, request_id: int, guides: Guides, allowed: np.ndarray) -> None:
+    """Writes the masks of a row's grammar, uint32[1 + drafts, words]."""
+    assert row.turn.grammar is not None
+    output = row.tokens[row.length - row.generated :]
+    cursor = Cursor(row.turn.grammar, output[: row.generated], output[row.generated :])
+    try:
+        guides.fill([cursor], allowed)
+    except GuidanceError as error:
+        raise RequestFailure(
+            f"the grammar of request {request_id} can't go on: {error}", (request_id,)
+        ) from error
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise RetryableStepError(
+            f"the mask of request {request_id} could not be made: {error}", (request_id,)
+        ) from error
+    ends = list(row.turn.ends)
+    for mask in allowed:
+        # A grammar knows the model's EOS tokens; the turn's own ends come where those may.
+        if any(mask[token // 32] >> token % 32 & 1 for token in guides.eos_token_ids):
+            _set(mask, ends)
+
+
+def _edit(row: _Row, nth: int, edits: Any, place: int) -> None:
+    """Writes what changes the logits behind the `nth` draft of a row."""
+    sampling, end = row.turn.sampling, row.length + nth
+    asked = sampling.asked
+    if row.penalises:
+        edits.repetition[place] = sampling.repetition_penalty
+        edits.presence[place], edits.frequency[place] = asked.presence_penalty, asked.frequency_penalty
+        edits.history[place, :end] = row.tokens[:end]
+        edits.output_from[place] = row.length - row.generated
+    for column, (token, bias) in enumerate(sampling.biases):
+        edits.bias_ids[place, column], edits.bias[place, column] = token, bias
+
+
+def _forbid(row: _Row, nth: int, mask: np.ndarray) -> None:
+    """Takes out of the mask behind the `nth` draft what comes too early or again."""
+    if row.generated + nth < row.least:
+        _clear(mask, row.turn.ends)
+    if size := row.turn.sampling.no_repeat_ngram_size:
+        _clear(mask, repeating(row.tokens[: row.length + nth], size).tolist())
+
+
+def repeating(tokens: np.ndarray, size: int) -> np.ndarray:
+    """The ids that would make a run of `size` tokens come twice in `tokens`, if they followed."""
+    if len(tokens) < size:
+        return tokens[:0]
+    runs = np.lib.stride_tricks.sliding_window_view(tokens, size)
+    same = (runs[:, :-1] == tokens[len(tokens) - size + 1 :]).all(axis=1)
+    return np.unique(runs[same, -1])
+
+
+def _set(mask: np.ndarray, tokens: list[int]) -> None:
+    for token in tokens:
+        mask[token // 32] |= np.uint32(1 << token % 32)
+
+
+def _clear(mask: np.ndarray, tokens: Iterable[int]) -> None:
+    for token in tokens:
+        mask[token // 32] &= ~np.uint32(1 << token % 32)

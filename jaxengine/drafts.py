@@ -1,0 +1,89 @@
+"""Drafts: tokens proposed to follow a request's sequence, several of which one step may verify.
+
+`settling` says what is accepted. A proposal belongs to a sequence as it is: the next choice that is made for the
+request uses it up, whether its drafts ran, were accepted, or had no room in the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxengine.errors import RequestStateError
+from jaxengine.requests import next_stamp, require_row, require_token_ids
+from jaxengine.state import (
+    Control,
+    EngineState,
+    RequestStatus,
+    replace_rows,
+    require_healthy,
+    require_unspent,
+)
+
+if TYPE_CHECKING:
+    import jax
+
+
+def max_draft_tokens_per_proposal(state: EngineState) -> int:
+    """Returns the most tokens that one step can verify of a request: what it can run of one row, less one."""
+    config = state.control.config
+    return min(config.max_scheduled_tokens, config.chunk_size or config.max_scheduled_tokens) - 1
+
+
+def set_draft_tokens(
+    state: EngineState, request_id: int, tokens: Sequence[int] | np.ndarray | jax.Array
+) -> EngineState:
+    """Proposes what follows a request's sequence; a new proposal takes the place of the old, an empty one clears it.
+
+    Args:
+        state: The state; still usable afterwards.
+        request_id: A request whose turn is past its input.
+        tokens: Ids inside the vocabulary.
+
+    Raises:
+        RequestStateError: The request has no live turn, or is still at its input.
+        EngineError: A failure has ended the engine's work.
+        ValueError: A token outside the vocabulary, or more than may follow under the turn's and the session's limit
+            with one token behind them, or than `max_draft_tokens_per_proposal`; the old proposal stays.
+    """
+    require_unspent(state)
+    require_healthy(state.control)
+    control = state.control
+    row = require_row(control, request_id)
+    requests = control.requests
+    live = requests.status[row] in (RequestStatus.QUEUED, RequestStatus.ACTIVE)
+    if not live or requests.processed[row] < requests.input_end[row]:
+        where = "still at its input" if live else RequestStatus(requests.status[row]).name
+        raise RequestStateError(
+            f"request {request_id} is {where}; propose drafts once its turn has generated a token"
+        )
+    values = (
+        np.zeros(0, np.int32) if len(tokens) == 0 else require_token_ids(tokens, control.facts.vocab_size)
+    )
+    most = min(most_drafts(control, row), max_draft_tokens_per_proposal(state))
+    if len(values) > most:
+        raise ValueError(f"{len(values)} drafts are too many for request {request_id}; give at most {most}")
+    drafts = tuple(values.tolist())
+    control = with_drafts(control, row, drafts)
+    control = replace_rows(control, row, stamp=next_stamp(control, row, b"drafts", drafts))
+    return state.replace(control=control)  # type: ignore[attr-defined]
+
+
+def with_drafts(control: Control, row: int, drafts: tuple[int, ...]) -> Control:
+    """Returns `control` with another proposal for a row."""
+    carried = control.requests.carried[row]
+    return replace_rows(
+        control, row, num_drafts=len(drafts), carried=dataclasses.replace(carried, drafts=drafts)
+    )
+
+
+def most_drafts(control: Control, row: int) -> int:
+    """Tokens that may follow before the one that reaches a limit."""
+    requests = control.requests
+    left = int(requests.max_session[row] - requests.length[row])
+    if requests.max_generated[row]:
+        left = min(left, int(requests.max_generated[row] - requests.generated[row]))
+    return left - 1
