@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from jaxengine.errors import RequestStateError
 from jaxengine.requests import next_stamp, require_row, require_token_ids
 from jaxengine.state import (
@@ -25,6 +23,7 @@ from jaxengine.state import (
 
 if TYPE_CHECKING:
     import jax
+    import numpy as np
 
 
 def max_draft_tokens_per_proposal(state: EngineState) -> int:
@@ -46,8 +45,9 @@ def set_draft_tokens(
     Raises:
         RequestStateError: The request has no live turn, or is still at its input.
         EngineError: A failure has ended the engine's work.
-        ValueError: A token outside the vocabulary, or more than may follow under the turn's and the session's limit
-            with one token behind them, or than `max_draft_tokens_per_proposal`; the old proposal stays.
+        ValueError: No flat sequence of integers, a token outside the vocabulary, or more than may follow under the
+            turn's and the session's limit with one token behind them, or than `max_draft_tokens_per_proposal`; the old
+            proposal stays.
     """
     require_unspent(state)
     require_healthy(state.control)
@@ -60,9 +60,7 @@ def set_draft_tokens(
         raise RequestStateError(
             f"request {request_id} is {where}; propose drafts once its turn has generated a token"
         )
-    values = (
-        np.zeros(0, np.int32) if len(tokens) == 0 else require_token_ids(tokens, control.facts.vocab_size)
-    )
+    values = require_token_ids(tokens, control.facts.vocab_size, "the drafts")
     most = min(most_drafts(control, row), max_draft_tokens_per_proposal(state))
     if len(values) > most:
         raise ValueError(f"{len(values)} drafts are too many for request {request_id}; give at most {most}")

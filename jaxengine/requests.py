@@ -145,6 +145,8 @@ def begin_turn(
             f"request {request_id} has events that were not drained; drain them before the next turn"
         )
     values = require_token_ids(tokens, control.facts.vocab_size)
+    if len(values) == 0:
+        raise ValueError("the turn has no tokens; give at least one")
     length = int(control.requests.length[row])
     limit = int(control.requests.max_session[row])
     if length + len(values) >= limit:
@@ -440,18 +442,18 @@ def _require_options(options: Options | None, kind: type[Options]) -> Options:
     return options
 
 
-def require_token_ids(tokens: Sequence[int] | np.ndarray | jax.Array, vocab_size: int) -> np.ndarray:
-    """Returns int32[n], n at least 1, of ids inside the vocabulary; raises ValueError for anything else."""
+def require_token_ids(
+    tokens: Sequence[int] | np.ndarray | jax.Array, vocab_size: int, what: str = "the turn's tokens"
+) -> np.ndarray:
+    """Returns int32[n] of ids inside the vocabulary; raises ValueError for anything else, naming it as `what`."""
     try:
         values = np.array(tokens)
     except ValueError as error:
-        raise ValueError(f"the turn's tokens are no flat sequence of integers: {error}") from error
+        raise ValueError(f"{what} are no flat sequence of integers: {error}") from error
     if values.size == 0:
-        raise ValueError("the turn has no tokens; give at least one")
+        return np.zeros(0, np.int32)
     if values.ndim != 1 or not np.issubdtype(values.dtype, np.integer):
-        raise ValueError(
-            f"the turn's tokens are {values.dtype}{list(values.shape)}; give a flat sequence of integers"
-        )
+        raise ValueError(f"{what} are {values.dtype}{list(values.shape)}; give a flat sequence of integers")
     outside = values[(values < 0) | (values >= vocab_size)]
     if len(outside):
         raise ValueError(
