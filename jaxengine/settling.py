@@ -55,15 +55,27 @@ class Settled:
     scores: Mapping[int, tuple[TokenLogprobs | None, ...]] = dataclasses.field(default_factory=dict)
 
 
-def settle(control: Control, plan: StepPlan, chosen: np.ndarray, tokenizer: Tokenizer | None) -> Settled:
-    """Settles the choices of a plan, int32[rows of logits]; a tokenizer is needed where a turn has text."""
+def settle(
+    control: Control, plan: StepPlan, chosen: np.ndarray, usable: np.ndarray, tokenizer: Tokenizer | None
+) -> Settled:
+    """Settles the choices of a plan.
+
+    Args:
+        control: The control value that the plan was made from.
+        plan: The plan.
+        chosen: int32[rows of logits].
+        usable: bool[rows of logits], whether there was a choice. A draft behind which there is none is not accepted,
+            so that the next step meets it with everything before it said.
+        tokenizer: Needed where a turn has text.
+    """
     requests = control.requests
     starts = plan.first_choice
     counts = plan.samples.astype(np.int64)
     for i in np.flatnonzero(plan.num_drafts):
         drafts = requests.carried[plan.index[i]].drafts[: plan.num_drafts[i]]
-        differs = chosen[starts[i] : starts[i] + len(drafts)] != drafts
-        counts[i] += int(np.argmax(differs)) if differs.any() else len(drafts)
+        end = starts[i] + len(drafts)
+        refused = (chosen[starts[i] : end] != drafts) | ~usable[starts[i] + 1 : end + 1]
+        counts[i] += int(np.argmax(refused)) if refused.any() else len(drafts)
     row = np.repeat(np.arange(len(counts)), counts)
     nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
     place = starts[row] + nth

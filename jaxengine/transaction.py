@@ -184,8 +184,8 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
     row = np.repeat(np.arange(len(plan.index)), plan.num_logits)
     # Logits that no token is chosen from may be anything: where a prompt is cut must not matter.
     usable = np.asarray(choice.usable)[: len(row)] | ~plan.samples[row]
-    settled = settle(control, plan, np.asarray(choice.tokens)[: len(row)], model.tokenizer)
-    # Nor logits behind a draft that is not accepted.
+    # Nor do logits behind a draft matter before the draft is part of the sequence.
+    settled = settle(control, plan, np.asarray(choice.tokens)[: len(row)], usable, model.tokenizer)
     bad = np.unique(settled.row[~usable[settled.place]])
     if len(bad):
         culprits = tuple(int(i) for i in plan.request_ids[bad])
