@@ -47,5 +47,7 @@ def propose(proposer: NgramDrafts, tokens: np.ndarray) -> tuple[int, ...]:
         places = np.flatnonzero((runs == tokens[len(tokens) - size :]).all(axis=1))
         if len(places):
             follows = int(places[-1]) + size
-            return tuple(tokens[follows : follows + proposer.most].tolist())
+            # A repetition that has just begun is taken to go on: where the text ends, it follows from there again.
+            nth = np.arange(proposer.most) % (len(tokens) - follows)
+            return tuple(tokens[follows + nth].tolist())
     return ()
