@@ -72,6 +72,14 @@ def check_invariants(state: EngineState) -> None:
         ~decode | (requests.length - requests.processed == 1),
         "it decodes with other than one unprocessed token",
     )
+    counted = np.array([len(carried.drafts) for carried in requests.carried], np.int64)
+    require(requests.num_drafts == counted, "it has other drafts than it counts")
+    require(live | (requests.num_drafts == 0), "it has drafts without a live turn")
+    room = requests.max_session - requests.length
+    room = np.where(
+        requests.max_generated > 0, np.minimum(room, requests.max_generated - requests.generated), room
+    )
+    require(~live | (requests.num_drafts < room), "its drafts leave no room for a token behind them")
     require((requests.status != RequestStatus.ACTIVE) | resident, "it is active without being resident")
     published = np.array([event.request_id for event in control.events if event.request_id], np.uint64)
     known = np.isin(published, requests.id)

@@ -160,7 +160,7 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
         store.fixed,
         batch,
         tile_size=bucket.tile_size,
-        replayable=drafted,
+        replayable=drafted and bool(store.fixed),
     )
     # The device is at work: whatever needs no result of it comes first.
     with _failures_of(store, unknown=ContractError):
