@@ -48,6 +48,7 @@ class NaiveRequest:
     generated: int = 0
     max_generated: int = 0
     failures: int = 0
+    drafts: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def is_prefill(self) -> bool:
@@ -56,11 +57,12 @@ class NaiveRequest:
 
 @dataclasses.dataclass
 class NaiveRow:
-    """A request's share of a step."""
+    """A request's share of a step; `drafts` come on top of `count`."""
 
     request: NaiveRequest
     count: int
     new_blocks: int
+    drafts: int = 0
 
 
 @dataclasses.dataclass
@@ -83,7 +85,7 @@ class NaiveEngine:
         self.requests: dict[int, NaiveRequest] = {}
         self.events: list[EventRecord] = []
         self.last_id = self.last_submission = self.last_rank = 0
-        self.deferrals = self.steps = self.preemptions = 0
+        self.deferrals = self.steps = self.preemptions = self.drafted = self.accepted = 0
         self.suspects: list[list[int]] = []
 
     @property
@@ -114,8 +116,19 @@ class NaiveEngine:
         request.turn += 1
         request.status = RequestStatus.QUEUED
         request.prompt_tokens, request.generated, request.max_generated = len(tokens), 0, max_generated
-        request.failures = 0
+        request.failures, request.drafts = 0, []
         return request.turn
+
+    def most_drafts(self, request_id: int) -> int:
+        """M1: what may be proposed, if the request is past its input."""
+        request, config = self.requests[request_id], self.config
+        left = request.max_session - len(request.tokens)
+        if request.max_generated:
+            left = min(left, request.max_generated - request.generated)
+        return min(left, config.chunk_size or left, config.max_scheduled_tokens) - 1
+
+    def propose(self, request_id: int, drafts: Sequence[int]) -> None:
+        self.requests[request_id].drafts = list(drafts)
 
     def cancel(self, request_id: int, turn_id: int) -> bool:
         request = self.requests[request_id]
@@ -258,6 +271,19 @@ class NaiveEngine:
                 extra = min(budget, min(remaining, self.config.chunk_size or remaining) - 1)
                 row.count += extra
                 budget -= extra
+        # M4: drafts take what is left.
+        runs = [row.request for row in rows]
+        spare = free - sum(row.new_blocks for row in rows)
+        spare = max(spare - sum(wanted(r) for r in candidates if claims(r) and r not in runs), 0)
+        for row in rows:
+            request, size = row.request, self.config.block_size
+            if request.drafts and not request.is_prefill:
+                has = request.blocks + row.new_blocks
+                most = min(len(request.drafts), budget, (self.config.chunk_size or CONTEXT) - 1)
+                row.drafts = min(most, (has + spare) * size - len(request.tokens))
+                extra = max(-(-(len(request.tokens) + row.drafts) // size) - has, 0)
+                row.new_blocks += extra
+                budget, spare = budget - row.drafts, spare - extra
         return NaivePlan(rows, hopeless, evicted, deferred)
 
     def step(self) -> None:
@@ -289,9 +315,23 @@ class NaiveEngine:
         for row in rows:
             if row.request.processed == len(row.request.tokens):
                 row.request.settled = self.steps if row.request.settled is None else row.request.settled
-                self._sample(row.request)
+                self._choose(row)
         for request in hopeless:
             self.finish(request, FinishReason.FAILED, EngineErrorCode.REQUEST_UNSERVICEABLE)
+
+    def _choose(self, row: NaiveRow) -> None:
+        """M2, M5: one token, and another for each draft that is the token chosen before it."""
+        request, drafts = row.request, row.request.drafts[: row.drafts]
+        request.drafts = []
+        self.drafted += row.drafts
+        before = len(request.tokens)
+        self._sample(request)
+        while drafts and request.status in LIVE and drafts.pop(0) == request.tokens[-1]:
+            self.accepted += 1
+            request.processed += 1
+            self._sample(request)
+        if row.drafts:
+            request.blocks = -(-max(request.processed, before) // self.config.block_size)
 
     def _sample(self, request: NaiveRequest) -> None:
         token = next_token(request.tokens)
@@ -316,7 +356,7 @@ class NaiveEngine:
     ) -> None:
         """Ends a turn; a code says that it failed."""
         self._acquit([request.id])
-        request.status = RequestStatus.TURN_COMPLETE
+        request.status, request.drafts = RequestStatus.TURN_COMPLETE, []
         flags = EngineEventFlags.TURN_FINISHED
         if code:
             flags |= EngineEventFlags.FAILED

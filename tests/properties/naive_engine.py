@@ -16,7 +16,7 @@ from jaxengine import (
     Stage,
 )
 from jaxengine.faults import Fault
-from jaxengine.toy import ALL_MASKED, LETTERS, NAN
+from jaxengine.toy import ALL_MASKED, LETTERS, NAN, VOCAB
 from tests.jaxengine.naive import LIVE, NaiveEngine, NaivePlan, NaiveRequest
 
 OF_ROWS = (
@@ -72,6 +72,16 @@ class NaiveServer(NaiveEngine):
             return RequestStateError
         known = all(0 <= token <= max(LETTERS, NAN, ALL_MASKED) for token in tokens)
         return None if known and self.may_begin(request_id, len(tokens)) else ValueError
+
+    def draft_refusal(self, request_id: int, drafts: Sequence[int]) -> type[Exception] | None:
+        """What `set_draft_tokens` raises."""
+        request = self.requests.get(request_id)
+        if self.stopped:
+            return EngineError
+        if request is None or request.status not in LIVE or request.is_prefill:
+            return RequestStateError
+        known = all(0 <= token < VOCAB for token in drafts)
+        return None if known and len(drafts) <= max(self.most_drafts(request_id), 0) else ValueError
 
     def run(self, max_events: int) -> tuple[EventRecord, ...]:
         """B1; raises what `Engine.run` raises."""

@@ -1,5 +1,6 @@
 """Random commands and faults on an `Engine`, which after each must agree with its plain-Python twin in all that can be
-seen, and keep every invariant: A1 to A5, A7 to A13, B1 to B6, B9, C9, C11, E2, F1 to F9, P1 and P2.
+seen, and keep every invariant: A1 to A5, A7 to A13, B1 to B6, B9, C9, C11, E2, F1 to F9, M1, M2, M4,
+M5, P1 and P2.
 """
 
 import collections
@@ -21,7 +22,7 @@ from hypothesis.stateful import (
 
 import jaxengine as je
 from jaxengine.requests import has_pending_work
-from jaxengine.toy import ALL_MASKED, CONTEXT, LETTERS, NAN, VOCAB, toy_model
+from jaxengine.toy import ALL_MASKED, CONTEXT, LETTERS, NAN, VOCAB, continuation, toy_model
 from tests.jaxengine.harness import assert_same, leaves
 from tests.jaxengine.naive import LIVE
 from tests.jaxengine.scripts import with_own_store
@@ -46,6 +47,10 @@ TOKENS = st.builds(
     st.integers(1, 5),
     st.sampled_from([[]] * 12 + [[NAN], [ALL_MASKED]]),
 )
+DRAFTS = st.tuples(
+    st.integers(0, 8), st.sampled_from([None, None, *range(8)]), st.sampled_from([*range(VOCAB), *EOS, *EOS])
+)
+"""How many right ones, where one is another, and which."""
 WRONG_TOKENS = st.sampled_from([[], [VOCAB], [-1], [1] * CONTEXT])
 
 STAGES = st.sampled_from(je.Stage)
@@ -119,6 +124,7 @@ class Machine(RuleBasedStateMachine):
             assert columns.status[row] == request.status
             assert (columns.place[row] >= 0) == (request.rank is not None)
             assert state.control.blocks_held[row] == request.blocks
+            assert list(columns.carried[row].drafts) == request.drafts
         for request_id, handle in self.handles.items():
             if request_id in twin.requests:
                 request = twin.requests[request_id]
@@ -138,6 +144,7 @@ class Machine(RuleBasedStateMachine):
         assert metrics.rolled_back_steps == twin.failed_steps
         assert metrics.deferred_rows == twin.deferrals
         assert metrics.preemptions == twin.preemptions
+        assert (metrics.drafted_tokens, metrics.accepted_drafts) == (twin.drafted, twin.accepted)
         assert metrics.free_blocks == twin.free_blocks
         assert metrics.residents == sum(request.rank is not None for request in twin.requests.values())
 
@@ -175,6 +182,54 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(refused):
                 handle.begin_turn(tokens, options)
         self.did("begin, refused" if refused else "begin")
+
+    @rule(which=WHICH, drafts=DRAFTS, kind=st.sampled_from(["fitting", "fitting", "any", "outside"]))
+    @precondition(lambda self: self.handles)
+    def propose(self, which, drafts, kind):
+        self.propose_for(self.pick(which), drafts, kind)
+
+    def propose_for(self, request_id, drafts, kind="fitting"):
+        """M1: right and wrong drafts, too many, or with a token that there is not."""
+        self.twin.enter()
+        count, at, token = drafts
+        request, proposal = self.twin.requests.get(request_id), [token] * count
+        if request is not None and request.tokens:
+            proposal = continuation(request.tokens, count)
+            if at is not None and at < count:
+                proposal[at] = token
+            if kind != "any":
+                proposal = proposal[: max(self.twin.most_drafts(request_id), 0)]
+        if kind == "outside":
+            proposal.append(VOCAB)
+        if refused := self.twin.draft_refusal(request_id, proposal):
+            with pytest.raises(refused):
+                self.handles[request_id].set_draft_tokens(proposal)
+        else:
+            self.handles[request_id].set_draft_tokens(proposal)
+            self.twin.propose(request_id, proposal)
+        self.did("propose, refused" if refused else "propose")
+
+    @rule(
+        drafts=st.lists(DRAFTS, min_size=1, max_size=3),
+        steps=st.integers(2, 8),
+        tokens=TOKENS,
+        limit=st.sampled_from([0, 6, 9]),
+    )
+    def speculate(self, drafts, steps, tokens, limit):
+        """Proposals for everybody who takes one, before each step."""
+        for nth in range(steps):
+            self.drain()
+            self.unblock()
+            if nth == 0 and not any(request.status in LIVE for request in self.twin.requests.values()):
+                self.refill(tokens, limit, 3)
+            for request_id in list(self.handles):
+                if self.twin.draft_refusal(request_id, []) is None:
+                    self.propose_for(request_id, drafts[(nth + request_id) % len(drafts)])
+            accepted, drafted = self.twin.accepted, self.twin.drafted
+            self.run_once(100)
+            DONE["drafts run"] += self.twin.drafted - drafted
+            DONE["drafts accepted"] += self.twin.accepted - accepted
+            self.did("run with drafts")
 
     @rule(which=WHICH, how=st.sampled_from(["cancel", "cancel", "cancel stale", "close", "drop"]))
     @precondition(lambda self: self.handles)
@@ -428,6 +483,8 @@ def missing():
     seen = set(DONE) | {word for name in DONE if name.startswith("event") for word in name.split()}
     return {
         "preemption",
+        "propose, refused",
+        "drafts accepted",
         *(f"fault {stage.name} {kind}" for stage in je.Stage for kind in ERRORS),
         *(reason.name for reason in je.FinishReason if reason is not je.FinishReason.STOP_STRING),
         *(code.name for code in je.EngineErrorCode),
