@@ -216,7 +216,7 @@ def _turn_columns(control: Control, request_id: int, carried: Carried, turn: Tur
     seeds = (asked.seed, carried.own.seed, request_id % 2**32)
     return {
         "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
+        "top_k": min(sampling.top_k, control.facts.vocab_size),
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
         "seed": next(seed for seed in seeds if seed is not None),

@@ -29,27 +29,27 @@ LogprobStage = Literal["model", "sampling"]
 _LARGEST = 3.4e38
 
 
-def _above_zero(label: str, value: object) -> float:
-    number = require_number(label, value, 0.0, _LARGEST)
-    if number == 0.0:
-        raise ValueError(f"{label} is 0; give a value above it, 1 for no change")
-    return number
+def _penalty(label: str, value: object) -> float:
+    # Within these bounds float32 logits that a model may have stay finite.
+    return require_number(label, value, 1e-6, 1e6)
 
 
 def _biases(label: str, value: object) -> tuple[tuple[int, float], ...]:
-    if isinstance(value, tuple):
-        value = dict(value)
-    if not isinstance(value, Mapping):
+    if isinstance(value, Mapping):
+        pairs = tuple(value.items())
+    elif isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+        pairs = value
+    else:
         raise TypeError(
             f"{label} is {value!r}; give a mapping from token ids to what is added to their logits"
         )
-    pairs = {
-        require_int(f"a token of {label}", token, 0): require_number(
-            f"{label}[{token}]", bias, -_LARGEST, _LARGEST
-        )
-        for token, bias in value.items()
-    }
-    return tuple(sorted(pairs.items()))
+    biases: dict[int, float] = {}
+    for key, bias in pairs:
+        token = require_int(f"a token of {label}", key, 0)
+        if token in biases:
+            raise ValueError(f"{label} names token {token} twice; give it one value")
+        biases[token] = require_number(f"{label}[{token}]", bias, -_LARGEST, _LARGEST)
+    return tuple(sorted(biases.items()))
 
 
 def _token_ids(label: str, value: object) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ _CHECKS: dict[str, Check] = {
     "min_p": lambda label, value: require_number(label, value, 0.0, 1.0),
     "do_sample": require_bool,
     "seed": lambda label, value: require_int(label, value, 0, 2**32 - 1),
-    "repetition_penalty": _above_zero,
+    "repetition_penalty": _penalty,
     "presence_penalty": lambda label, value: require_number(label, value, -2.0, 2.0),
     "frequency_penalty": lambda label, value: require_number(label, value, -2.0, 2.0),
     "no_repeat_ngram_size": require_count,
