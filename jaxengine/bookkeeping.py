@@ -222,8 +222,8 @@ def _with_carried(control: Control, index: np.ndarray, settled: Settled) -> Cont
         carried[index[i]] = dataclasses.replace(
             carried[index[i]], scores=(*carried[index[i]].scores, *scores)
         )
-    for i, text in settled.texts.items():
-        carried[index[i]] = dataclasses.replace(carried[index[i]], text=text)
+    for i, (text, unshown) in settled.texts.items():
+        carried[index[i]] = dataclasses.replace(carried[index[i]], text=text, unshown=unshown)
     drafts = dict(settled.forced)
     for i in proposing.tolist():
         tokens = control.tokens.read(index[i], 0, int(requests.length[index[i]]))

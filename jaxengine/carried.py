@@ -66,6 +66,7 @@ class Carried:
         proposer: Where its drafts come from, or None.
         turn: The newest turn; None before the first.
         text: Where the turn's text stands; None at its beginning.
+        unshown: What of it is shown yet if the turn ends here.
         drafts: Tokens proposed to follow the sequence; empty for none.
         scores: Of the first tokens of the turn's input, as far as they are known; None where nothing predicts a token.
     """
@@ -75,6 +76,7 @@ class Carried:
     proposer: NgramDrafts | None = None
     turn: Turn | None = None
     text: TextState | None = None
+    unshown: str = ""
     drafts: tuple[int, ...] = ()
     scores: tuple[TokenLogprobs | None, ...] = ()
 

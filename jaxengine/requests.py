@@ -223,7 +223,9 @@ def _turn_columns(control: Control, request_id: int, carried: Carried, turn: Tur
         "least": least,
         "num_drafts": 0,
         "traits": traits_of(carried, turn, minimum=least > 0, text=control.facts.has_text),
-        "carried": dataclasses.replace(carried, turn=turn, text=None, drafts=(), scores=()),
+        "carried": dataclasses.replace(
+            carried, turn=turn, text=None, unshown="", drafts=(), scores=()
+        ),
     }
 
 
@@ -342,6 +344,7 @@ def finish_turn(
         error_code=error_code,
         detail=detail,
         usage=usage_of(control, row),
+        text=control.requests.carried[row].unshown,
     )
     stamp = next_stamp(control, row, b"finish", int(reason))
     undrained = control.requests.undrained[row] + 1

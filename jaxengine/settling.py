@@ -35,7 +35,7 @@ class Settled:
         reason: int64[choices], the `FinishReason` of the turn that it ends.
         text: What each choice lets be shown, a string a choice; empty where no turn has text.
         stop: By choice, the stop string that it completes.
-        texts: By row of the plan, where its text stands afterwards.
+        texts: By row of the plan, where its text stands afterwards, and what of it is shown yet if it ends there.
         logprobs: By choice, where they are reported.
         forced: By row of the plan, tokens that its grammar forces next.
         scores: By row of the plan, of the next tokens of its turn's input.
@@ -49,7 +49,7 @@ class Settled:
     reason: np.ndarray
     text: Sequence[str]
     stop: Mapping[int, str]
-    texts: Mapping[int, TextState]
+    texts: Mapping[int, tuple[TextState, str]]
     logprobs: Mapping[int, TokenLogprobs] = dataclasses.field(default_factory=dict)
     forced: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     scores: Mapping[int, tuple[TokenLogprobs | None, ...]] = dataclasses.field(default_factory=dict)
@@ -122,7 +122,7 @@ def _texts(
     token: np.ndarray,
     ends: np.ndarray,
     reason: np.ndarray,
-) -> tuple[list[str], dict[int, str], dict[int, TextState]]:
+) -> tuple[list[str], dict[int, str], dict[int, tuple[TextState, str]]]:
     """The text that each choice releases, the stop strings completed, and each row's text; marks stops in `reason`."""
     text, stopped, texts = [""] * len(row), {}, {}
     for i in np.flatnonzero(control.requests.traits[plan.index] & Traits.TEXT):
@@ -142,5 +142,5 @@ def _texts(
             if reason[choice]:
                 text[choice] += stops.finish(tokenizer, state)
                 break
-        texts[int(i)] = state
+        texts[int(i)] = state, stops.finish(tokenizer, state)
     return text, stopped, texts

@@ -61,7 +61,7 @@ def advance(tokenizer: "Tokenizer", state: StreamState, token: int) -> tuple[Str
 
 def finish(tokenizer: "Tokenizer", state: StreamState) -> str:
     """What a text that ends here still holds: U+FFFD for an incomplete character, or nothing."""
-    return _shown(_utf8(tokenizer, state).decode(b"", True))
+    return _shown(_utf8(tokenizer, state).decode(b"", True)) if state.incomplete else ""
 
 
 def _utf8(tokenizer: "Tokenizer", state: StreamState) -> codecs.IncrementalDecoder:
