@@ -186,13 +186,18 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
     usable = np.asarray(choice.usable)[: len(row)] | ~plan.samples[row]
     # Nor do logits behind a draft matter before the draft is part of the sequence.
     settled = settle(control, plan, np.asarray(choice.tokens)[: len(row)], usable, model.tokenizer)
-    bad = np.unique(settled.row[~usable[settled.place]])
+    bad = np.flatnonzero(~usable[settled.place])
     if len(bad):
-        culprits = tuple(int(i) for i in plan.request_ids[bad])
+        culprits = tuple(int(i) for i in plan.request_ids[np.unique(settled.row[bad])])
         names = ", ".join(map(str, culprits))
-        raise RetryableStepError(
-            f"the logits of request {names} are not finite; the step was dropped", culprits
+        own = np.asarray(result.logits)[settled.place[bad], : control.facts.num_ids]
+        masked = np.isfinite(own.max(axis=-1)).all()
+        reason = (
+            f"the settings of request {names} leave no token to choose"
+            if masked
+            else f"the logits of request {names} are not finite"
         )
+        raise RetryableStepError(f"{reason}; the step was dropped", culprits)
     reach(Stage.SAMPLE)
     if drafted:
         result, to = _accepted(model, plan, batch, result, to, settled)
@@ -209,11 +214,11 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
 
 
 def _logprobs(control: Control, plan: StepPlan, settled: Settled, made: Logprobs) -> dict[int, TokenLogprobs]:
-    """Those of the choices whose turns report them."""
+    """Those of the choices that are part of a turn which reports them."""
     found = {}
     for nth, (i, place) in enumerate(zip(settled.row, settled.place, strict=True)):
         count = control.requests.carried[plan.index[i]].turn.sampling.asked.logprobs
-        if count is not None:
+        if count is not None and not settled.ends[nth]:
             found[nth] = _told(made, place, count)
     return found
 
