@@ -5,7 +5,14 @@ import contextlib
 import sys
 
 from jaxengine.cli.errors import FAILURE, CommandError
-from jaxengine.cli.options import add_model_options, add_turn_options, positive, sampling_of
+from jaxengine.cli.options import (
+    add_model_options,
+    add_turn_options,
+    grammar_of,
+    positive,
+    proposer_of,
+    sampling_of,
+)
 from jaxengine.cli.output import say, write_text
 from jaxengine.cli.session import USUAL_TOKENS, engine_for, load, make_request, pool_tokens
 from jaxengine.cli.turns import stream_reply
@@ -39,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command and returns its exit status."""
     if sys.stdin is None:
         raise CommandError("standard input is closed; give the chat something to read")
-    sampling = sampling_of(arguments)
+    sampling, grammar, proposer = sampling_of(arguments), grammar_of(arguments), proposer_of(arguments)
     model, tokenizer = load(arguments.model, arguments.weights)
     if tokenizer.chat_template is None:
         raise CommandError(
@@ -47,7 +54,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     tokens = pool_tokens(model, arguments.max_session_tokens or 0)
     with engine_for(model, tokens) as engine:
-        request = make_request(engine, RequestOptions(arguments.max_session_tokens or tokens, sampling))
+        limit = arguments.max_session_tokens or tokens
+        request = make_request(engine, RequestOptions(limit, sampling, grammar, proposer))
         messages: list[Message] = []
         if arguments.system is not None:
             messages.append({"role": "system", "content": arguments.system})
@@ -63,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
                 say(f"jaxengine: this message is refused: {error}")
                 status = FAILURE
                 continue
-            reply = stream_reply(engine, request, tokenizer)
+            reply = stream_reply(engine, request)
             write_text("\n")
             messages = [*turn, {"role": "assistant", "content": reply.text}]
             match reply.finish_reason:

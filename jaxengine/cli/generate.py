@@ -3,7 +3,7 @@
 import argparse
 
 from jaxengine.cli.errors import INTERRUPTED, USAGE, CommandError
-from jaxengine.cli.options import add_model_options, add_turn_options, sampling_of
+from jaxengine.cli.options import add_model_options, add_turn_options, grammar_of, proposer_of, sampling_of
 from jaxengine.cli.output import say, write_text
 from jaxengine.cli.session import engine_for, load, make_request, pool_tokens
 from jaxengine.cli.turns import stream_reply
@@ -36,18 +36,20 @@ def run(arguments: argparse.Namespace) -> int:
         raise CommandError(
             "--system needs the chat template that --raw switches off; drop one of them", USAGE
         )
-    sampling = sampling_of(arguments)
+    options = RequestOptions(
+        sampling=sampling_of(arguments), grammar=grammar_of(arguments), proposer=proposer_of(arguments)
+    )
     model, tokenizer = load(arguments.model, arguments.weights)
     ids = _prompt_ids(arguments, tokenizer)
     if arguments.show_ids:
         say(f"prompt ids: {' '.join(map(str, ids))}")
     with engine_for(model, pool_tokens(model, len(ids) + arguments.max_tokens)) as engine:
-        request = make_request(engine, RequestOptions(sampling=sampling))
+        request = make_request(engine, options)
         try:
             request.begin_turn(ids, TurnOptions(arguments.max_tokens))
         except ValueError as error:
             raise CommandError(f"the prompt is refused: {error}") from error
-        reply = stream_reply(engine, request, tokenizer)
+        reply = stream_reply(engine, request)
     write_text("\n")
     match reply.finish_reason:
         case FinishReason.CANCELLED:

@@ -11,7 +11,6 @@ from jaxengine.engine import Engine
 from jaxengine.errors import EngineError
 from jaxengine.events import EngineEventFlags, FinishReason
 from jaxengine.handles import Request
-from jaxengine.text import StreamDecoder, Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +22,8 @@ class Reply:
     detail: str
 
 
-def stream_reply(engine: Engine, request: Request, tokenizer: Tokenizer) -> Reply:
-    """Runs the request's live turn to its end, writing text as it comes.
+def stream_reply(engine: Engine, request: Request) -> Reply:
+    """Runs the request's live turn to its end, writing text as it comes; nothing of a stop string is ever written.
 
     Ctrl-C cancels the turn between two steps, so that the request stays usable; pressed again before the step is
     over, it raises KeyboardInterrupt as usual.
@@ -32,13 +31,7 @@ def stream_reply(engine: Engine, request: Request, tokenizer: Tokenizer) -> Repl
     Raises:
         EngineError: The engine can't go on.
     """
-    decoder = StreamDecoder(tokenizer)
     pieces: list[str] = []
-
-    def write(piece: str) -> None:
-        pieces.append(piece)
-        write_text(piece)
-
     with _interrupts() as interrupted:
         while True:
             if interrupted():
@@ -48,10 +41,9 @@ def stream_reply(engine: Engine, request: Request, tokenizer: Tokenizer) -> Repl
                     if EngineEventFlags.CAPACITY_BLOCKED in event.flags:
                         raise EngineError(f"the engine is short of memory: {event.detail}")
                     continue  # a dropped step, which the engine tries again
-                if EngineEventFlags.TOKEN in event.flags:
-                    write(decoder.push(event.token))
+                pieces.append(event.text)
+                write_text(event.text)
                 if EngineEventFlags.TURN_FINISHED in event.flags:
-                    write(decoder.flush())
                     return Reply("".join(pieces), event.finish_reason, event.detail)
 
 

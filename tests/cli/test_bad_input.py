@@ -33,6 +33,31 @@ from tests.cli.tiny_model import variant
         ("generate a --top-k -1", "--top-k is -1; give a "),
         ("generate a --top-p 1.5", "--top-p is 1.5; give a "),
         ("generate a --seed -1", "--seed is -1; give a "),
+        ("generate a --min-p 2", "--min-p is 2.0; give a "),
+        ("chat --repetition-penalty 0", "--repetition-penalty is 0.0; give a "),
+        ("generate a --presence-penalty 3", "--presence-penalty is 3.0; give a "),
+        ("generate a --frequency-penalty -3", "--frequency-penalty is -3.0; give a "),
+        ("generate a --no-repeat-ngram -1", "--no-repeat-ngram is -1; give a "),
+        ("generate a --logit-bias 5", "argument --logit-bias: '5' is no ID=VALUE, as in 42=-1.5"),
+        ("generate a --logit-bias x=1", "argument --logit-bias: 'x=1' is no ID=VALUE"),
+        ("generate a --logit-bias=-1=1", "a token of --logit-bias is -1; give a "),
+        ("generate a --logit-bias 5=nan", "--logit-bias[5] is nan; give a finite value"),
+        (
+            "generate a --logit-bias 5=1 --logit-bias 5=2",
+            "--logit-bias names token 5 twice; give it one value",
+        ),
+        ("generate a --stop=", "--stop[0] is empty and would match anywhere; give at least one character"),
+        ("generate a --stop-token -1", "a token of --stop-token is -1; give a "),
+        ("chat --stop-token x", "argument --stop-token: invalid int value: 'x'"),
+        ("generate a --min-new-tokens -1", "--min-new-tokens is -1; give a "),
+        ("generate a --json-schema {", "the JSON schema can't be used: "),
+        ("chat --json-schema /nowhere.json", "/nowhere.json can't be read: No such file or directory"),
+        ("generate a --regex (", "the regular expression can't be used: "),
+        ("generate a --regex=", "the pattern is empty; give one that has something to say"),
+        ("generate a --lark /nowhere", "/nowhere can't be read: No such file or directory"),
+        ("generate a --lark /", "/ can't be read: Is a directory"),
+        ("generate a --regex a --lark b", "argument --lark: not allowed with argument --regex"),
+        ("generate a --drafts 0", "argument --drafts: '0' is no whole number from 1"),
         ("generate a --weights heavy", "argument --weights: invalid choice: 'heavy'"),
         ("generate a --raw --system x", "--system needs the chat template that --raw switches off"),
         ("chat --max-session-tokens 99999999999999", "'99999999999999' is no whole number from 1"),
@@ -119,6 +144,19 @@ def test_T2_a_chat_needs_a_template_and_a_limit_within_the_models(tiny, tmp_path
     assert_one_sentence(
         capsys, "--max-session-tokens is 1025; this model allows at most 1024 tokens a session"
     )
+
+
+@pytest.mark.parametrize("option", ["--logit-bias=99999=1", "--stop-token=99999"])
+@pytest.mark.parametrize("command", [["generate", "a"], ["chat"]])
+def test_T2_a_token_that_the_model_does_not_have_is_named(tiny, command, option, capsys):
+    assert main([*command, "--model", str(tiny), option]) == 1
+    name = option.rpartition("=")[0].partition("=")[0]
+    assert_one_sentence(capsys, f"{name} names token 99999; the vocabulary has ids up to ")
+
+
+def test_T2_a_grammar_and_no_eos_exclude_each_other(tiny, capsys):
+    assert main(["generate", "a", "--model", str(tiny), "--regex", "a", "--ignore-eos"]) == 1
+    assert_one_sentence(capsys, "a grammar ends with an EOS, and this turn has none")
 
 
 def test_case_C19_a_bad_search_value_of_the_folder_is_named(tiny, tmp_path, capsys):
