@@ -6,7 +6,8 @@ the host while the device makes the logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,7 +79,7 @@ def edits_of(control: Control, plan: StepPlan, bucket: Bucket, guides: Guides | 
     """What changes a plan's logits before tokens are chosen, padded to the bucket; None if nothing does.
 
     Raises:
-        RequestFailure: A grammar can't go on.
+        RequestFailure: A grammar can't go on, or allows nothing that the other settings leave.
         RetryableStepError: A mask could not be made for now.
     """
     traits = control.requests.traits[plan.index] * plan.samples
@@ -106,6 +107,14 @@ def edits_of(control: Control, plan: StepPlan, bucket: Bucket, guides: Guides | 
         for nth in range(1 + row.num_drafts):
             _edit(row, nth, edits, places.start + nth)
             _forbid(row, nth, allowed[places.start + nth])
+        # Behind a draft this is left to the step that begins there.
+        if row.turn.grammar is not None and not allowed[places.start].any():
+            request_id = int(plan.request_ids[i])
+            raise RequestFailure(
+                f"request {request_id} has no token left: its grammar allows none that min_new_tokens, "
+                "no_repeat_ngram_size and stop_token_ids leave; relax one of them",
+                (request_id,),
+            )
     return edits
 
 
@@ -153,22 +162,30 @@ def _guide(row: _Row, request_id: int, guides: Guides, allowed: np.ndarray) -> N
     output = row.tokens[row.length - row.generated :]
     cursor = Cursor(row.turn.grammar, output[: row.generated], output[row.generated :])
     try:
-        guides.fill([cursor], allowed)
+        with mask_failures_of(request_id):
+            guides.fill([cursor], allowed)
     except GuidanceError as error:
         raise RequestFailure(
             f"the grammar of request {request_id} can't go on: {error}", (request_id,)
         ) from error
-    except MemoryError:
+    for mask in allowed:
+        # A grammar knows the model's EOS tokens; the turn's own ends come where those may, and nowhere else.
+        may_end = any(mask[token // 32] >> token % 32 & 1 for token in guides.eos_token_ids)
+        change = _set if may_end else _clear
+        change(mask, row.turn.ends)
+
+
+@contextlib.contextmanager
+def mask_failures_of(request_id: int) -> Iterator[None]:
+    """Raises what goes wrong inside for the moment as a `RetryableStepError` that names the request."""
+    try:
+        yield
+    except (GuidanceError, MemoryError):
         raise
     except Exception as error:
         raise RetryableStepError(
             f"the mask of request {request_id} could not be made: {error}", (request_id,)
         ) from error
-    ends = list(row.turn.ends)
-    for mask in allowed:
-        # A grammar knows the model's EOS tokens; the turn's own ends come where those may.
-        if any(mask[token // 32] >> token % 32 & 1 for token in guides.eos_token_ids):
-            _set(mask, ends)
 
 
 def _edit(row: _Row, nth: int, edits: Any, place: int) -> None:
@@ -201,7 +218,7 @@ def repeating(tokens: np.ndarray, size: int) -> np.ndarray:
     return np.unique(runs[same, -1])
 
 
-def _set(mask: np.ndarray, tokens: list[int]) -> None:
+def _set(mask: np.ndarray, tokens: Iterable[int]) -> None:
     for token in tokens:
         mask[token // 32] |= np.uint32(1 << token % 32)
 

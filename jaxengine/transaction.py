@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxengine.bookkeeping import next_control
 from jaxengine.carried import Traits
-from jaxengine.choosing import Reports, edits_of, reports_of, sampling_rows
+from jaxengine.choosing import Reports, edits_of, mask_failures_of, reports_of, sampling_rows
 from jaxengine.errors import (
     ContractError,
     ExecutionCapacityError,
@@ -250,7 +250,11 @@ def _told(made: Logprobs, place: int, count: int) -> TokenLogprobs:
 def _forced(
     control: Control, plan: StepPlan, settled: Settled, guides: Guides | None
 ) -> dict[int, tuple[int, ...]]:
-    """The tokens that the grammars of rows force next; they follow as drafts. A grammar that fails is met later."""
+    """The tokens that the grammars of rows force next; they follow as drafts. A grammar that can't go on is met later.
+
+    Raises:
+        RetryableStepError: They could not be had for now.
+    """
     forced = {}
     for i in np.flatnonzero(control.requests.traits[plan.index] & Traits.GUIDED):
         new = settled.token[settled.row == i]
@@ -260,7 +264,7 @@ def _forced(
         length, generated = int(control.requests.length[row]), int(control.requests.generated[row])
         output = np.append(control.tokens.read(row, length - generated, length), new)
         assert guides is not None
-        with contextlib.suppress(GuidanceError):
+        with contextlib.suppress(GuidanceError), mask_failures_of(int(plan.request_ids[i])):
             forced[int(i)] = guides.forced(control.requests.carried[row].turn.grammar, output)
     return forced
 
