@@ -17,9 +17,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from jaxengine import drafts, failures, requests
 from jaxengine.checks import require_count
-from jaxengine.config import EngineConfig, RequestOptions
+from jaxengine.config import EngineConfig, RequestOptions, TurnOptions
 from jaxengine.errors import ContractError, EngineError, StaleTransactionError, StepError
 from jaxengine.events import EventRecord
+from jaxengine.guidance import GuidanceError
 from jaxengine.handles import Event, EventStream, Request
 from jaxengine.interrupts import interrupts_deferred
 from jaxengine.invariants import check_invariants
@@ -86,9 +87,27 @@ class Engine:
         return metrics_of(self.state)
 
     def create_request(self, options: RequestOptions | None = None) -> Request:
-        """Makes a request; see `jaxengine.create_request` for what is refused."""
+        """Makes a request; see `jaxengine.create_request` for what is refused, and `prepare` for its grammar."""
+        self.prepare(options)
         with interrupts_deferred():
             return self._hand_out(self.apply(requests.create_request, options))
+
+    def prepare(self, options: RequestOptions | TurnOptions | None) -> None:
+        """Compiles a grammar before a request or a turn has it, so that no step waits for that.
+
+        Raises:
+            ValueError: No turn can begin under the grammar with this model's tokenizer.
+        """
+        self._enter()
+        if not isinstance(options, RequestOptions | TurnOptions) or options.grammar is None:
+            return
+        guides = self._model.guides
+        try:
+            # Without a tokenizer the core refuses every grammar.
+            if guides is not None:
+                guides.prepare(options.grammar)
+        except GuidanceError as error:
+            raise ValueError(f"the grammar can't be used with this model: {error}") from error
 
     def run(self, max_events: int = 64) -> list[Event]:
         """Drains retained events, or, with none retained, runs at most one step.

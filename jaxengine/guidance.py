@@ -98,6 +98,15 @@ class Guides:
         """The ids that end a turn."""
         return self._eos
 
+    def prepare(self, grammar: Grammar) -> None:
+        """Compiles a grammar ahead of its first mask, which can take a while.
+
+        Raises:
+            GuidanceError: No turn can begin under it with this tokenizer.
+        """
+        none = np.zeros(0, np.int32)
+        self.fill([Cursor(grammar, none, none)], np.empty((1, len(self._eos_row)), np.uint32))
+
     def fill(self, cursors: Sequence[Cursor], out: np.ndarray) -> None:
         """Writes the masks of the next tokens.
 

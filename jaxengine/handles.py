@@ -140,8 +140,13 @@ class Request:
     def begin_turn(
         self, tokens: Sequence[int] | np.ndarray | jax.Array, options: TurnOptions | None = None
     ) -> int:
-        """Queues input and returns the new turn's id; see `jaxengine.begin_turn` for what is refused."""
-        return self._engine().apply(requests.begin_turn, self.id, tokens, options)
+        """Queues input and returns the new turn's id; see `jaxengine.begin_turn` for what is refused.
+
+        The turn's grammar is compiled first; see `Engine.prepare`.
+        """
+        engine = self._engine()
+        engine.prepare(options)
+        return engine.apply(requests.begin_turn, self.id, tokens, options)
 
     def set_draft_tokens(self, tokens: Sequence[int] | np.ndarray | jax.Array) -> None:
         """Proposes what follows; see `jaxengine.set_draft_tokens` for what is refused."""

@@ -35,7 +35,7 @@ class Model:
 
     @functools.cached_property
     def guides(self) -> Guides | None:
-        """The masks of grammars; None without a tokenizer. Made when first asked for, which takes a moment."""
+        """The masks of grammars; None without a tokenizer. Made for the first grammar, which takes a moment."""
         if self.tokenizer is None:
             return None
         return Guides(self.tokenizer, self.config.eos_token_ids, self.decoder.vocab_size)
