@@ -1,0 +1,88 @@
+"""Fifty JSON schemas on the demo model: what ends is valid, what is cut says so, faults change nothing (L1, C28)."""
+
+import contextlib
+import json
+
+import jsonschema
+import pytest
+
+import jaxengine as je
+from tests.jaxengine.json_schemas import SCHEMAS
+
+BUDGET = 40
+GREEDY = je.SamplingParams(temperature=0.0)
+HANDFUL = ("const_object", "enum", "pattern", "fixed_array", "boolean", "date")
+FAULTS = [stage for stage in je.Stage if stage not in (je.Stage.PUBLISH, je.Stage.PLAN, je.Stage.RESERVE)]
+
+
+def config(rows):
+    return je.EngineConfig(
+        max_batch_size=rows, max_scheduled_tokens=256, num_blocks=rows * 5, failure_policy="isolate"
+    )
+
+
+def run(model, names):
+    """All schemas side by side, each as its request's grammar."""
+    engine = je.Engine(model, config(len(names)))
+    texts, ends, requests = dict.fromkeys(names, ""), {}, {}
+    for name in names:
+        options = je.RequestOptions(sampling=GREEDY, grammar=je.Grammar.json_schema(SCHEMAS[name]))
+        requests[engine.create_request(options)] = name
+    for request, name in requests.items():
+        request.begin_turn(model.tokenizer.encode(f"{name} as JSON: "), je.TurnOptions(BUDGET))
+    while engine.has_pending_requests():
+        for event in engine.run():
+            if event.request is None:
+                continue
+            texts[requests[event.request]] += event.text
+            if je.EngineEventFlags.TURN_FINISHED in event.flags:
+                ends[requests[event.request]] = event
+                event.request.close()
+    return texts, ends
+
+
+@pytest.mark.demo
+@pytest.mark.slow
+def test_L1_C28_fifty_schemas_are_kept_or_say_that_they_were_cut(demo_folder):
+    texts, ends = run(je.load_model(demo_folder, weights="fast"), SCHEMAS)
+    reasons = {name: end.finish_reason for name, end in ends.items()}
+    assert set(reasons.values()) <= {je.FinishReason.EOS, je.FinishReason.MAX_GENERATED_TOKENS}
+    done = [name for name, reason in reasons.items() if reason == je.FinishReason.EOS]
+    assert len(done) >= 30
+    for name in done:
+        jsonschema.validate(json.loads(texts[name]), SCHEMAS[name])
+    for name in reasons.keys() - set(done):
+        assert ends[name].usage.generated_tokens == BUDGET
+
+
+@pytest.mark.demo
+@pytest.mark.slow
+def test_L2_F8_faults_change_no_text_of_the_demo_model(demo_folder):
+    """The nth stage fails in the nth step."""
+    model = je.load_model(demo_folder, weights="fast")
+    expected, _ = run(model, HANDFUL)
+    for error in (je.RetryableStepError, RuntimeError):
+        with contextlib.ExitStack() as stack:
+            faults = [
+                stack.enter_context(je.inject_fault(stage, error("no luck"), skip=n % 4))
+                for n, stage in enumerate(FAULTS)
+            ]
+            texts, ends = run(model, HANDFUL)
+        assert all(fault.fired for fault in faults)
+        assert texts == expected
+        assert not any(end.detail for end in ends.values())
+
+
+@pytest.mark.demo
+@pytest.mark.slow
+def test_L1_llm_generate_takes_a_grammar_for_all_prompts(demo_folder):
+    schema = SCHEMAS["enum"]
+    with je.LLM(demo_folder, config(2), weights="fast") as llm:
+        made = llm.generate(
+            ["A colour: ", "The sky is "], GREEDY, max_tokens=BUDGET, grammar=je.Grammar.json_schema(schema)
+        )
+        for completion in made:
+            assert completion.finish_reason == je.FinishReason.EOS
+            jsonschema.validate(json.loads(completion.text), schema)
+        (cut,) = llm.generate("A colour: ", GREEDY, max_tokens=1, grammar=je.Grammar.json_schema(schema))
+        assert cut.finish_reason == je.FinishReason.MAX_GENERATED_TOKENS
