@@ -10,13 +10,18 @@ import pytest
 from benchmarks import (
     decode_throughput,
     fairness,
+    guidance_cost,
     host_time,
     load_memory,
     pool_scatter,
     report,
     sampling_cost,
+    speculation,
     weight_accuracy,
 )
+from jaxengine.demo.convert import convert
+from jaxengine.demo.progress import silent
+from tests.demo.synthetic import write_tiny_gguf
 from tests.onnx_import.reference import model
 
 FIGURE = (int, float)
@@ -27,6 +32,8 @@ MAINS = {
     "host_time": (host_time.main, []),
     "fairness": (fairness.main, ["--loads", "1"]),
     "sampling_cost": (sampling_cost.main, []),
+    "guidance_cost": (guidance_cost.main, []),
+    "speculation": (speculation.main, []),
     "load_memory": (load_memory.main, ["--folder", str(model("cpu-int4"))]),
 }
 
@@ -171,6 +178,38 @@ def test_sampling_cost(tmp_path, capsys):
     for row in record["rows"]:
         check_figures(row, ("seconds", "sorting_seconds", "ratio"))
         assert len(row["turns"]) == 2
+
+
+@pytest.fixture(scope="module")
+def folder_with_tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    convert(write_tiny_gguf(folder / "tiny.gguf"), folder, silent)
+    return str(folder)
+
+
+@pytest.mark.slow
+def test_guidance_cost(tmp_path, capsys, folder_with_tokenizer):
+    sizes = ["--folder", folder_with_tokenizer, "--batch", "2", "--new-tokens", "8", "--turns", "2"]
+    record = run("guidance_cost", tmp_path, capsys, *sizes)
+    assert [(row["grammar"], row["batch"]) for row in record["rows"]] == [
+        ("text", 2),
+        ("records", 2),
+    ]
+    for row in record["rows"]:
+        check_figures(row, ("seconds_per_token", "plain_seconds_per_token", "ratio"))
+        assert row["steps"] <= row["plain_steps"] == 7
+        assert [len(turns) for turns in row["turns"].values()] == [2, 2]
+
+
+@pytest.mark.slow
+def test_speculation(tmp_path, capsys, folder_with_tokenizer):
+    sizes = ["--batch", "2", "--passage-tokens", "5", "--new-tokens", "12", "--turns", "2"]
+    record = run("speculation", tmp_path, capsys, "--folder", folder_with_tokenizer, *sizes)
+    assert record["settings"]["prompt_tokens"] == 15
+    (row,) = record["rows"]
+    check_figures(row, ("seconds", "plain_seconds", "ratio"))
+    assert row["steps"] <= row["plain_steps"] == 11
+    assert row["accepted"] <= row["drafted"]
 
 
 @pytest.mark.slow
