@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 import jaxengine as je
-from jaxengine.toy import NAN, next_token, toy_model
+from jaxengine.toy import NAN, next_token, toy_model, toy_tokenizer
 from tests.jaxengine.breaking import Stage, breaking, raising_for
 from tests.jaxengine.harness import SMALL
 
 PAGE = Path(__file__).parents[2] / "docs" / "failures.md"
 HEADS = ["Outcome", "Flags", "Finish reason", "Error code", "Of", "Engine after"]
 MODEL = toy_model()
+GREEDY = je.SamplingParams(temperature=0.0)
 PROMPT = [3, 1, 4]
 
 
@@ -33,9 +34,10 @@ def pinned():
     return table
 
 
-def engine_with(*prompts, model=MODEL, limit=9, session=None, **config):
+def engine_with(*prompts, model=MODEL, limit=9, session=None, sampling=GREEDY, grammar=None, **config):
     engine = je.Engine(model, dataclasses.replace(SMALL, **config))
-    requests = [engine.create_request(je.RequestOptions(session)) for _ in prompts]
+    options = je.RequestOptions(session, sampling, grammar)
+    requests = [engine.create_request(options) for _ in prompts]
     for request, prompt in zip(requests, prompts, strict=True):
         request.begin_turn(prompt, je.TurnOptions(limit))
     return engine, requests
@@ -52,12 +54,10 @@ def eos():
 
 
 def stop_string():
-    model = toy_model(text=True)
-    engine = je.Engine(model, SMALL)
-    stop = model.tokenizer.decode([next_token(PROMPT)])
-    request = engine.create_request(je.RequestOptions(sampling=je.SamplingParams(temperature=0.0, stop=stop)))
-    request.begin_turn(PROMPT)
-    return engine, engine.run(), [request]
+    letter = toy_tokenizer().decode([next_token(PROMPT)])
+    sampling = je.SamplingParams(temperature=0.0, stop=letter)
+    engine, requests = engine_with(PROMPT, model=toy_model(text=True), sampling=sampling)
+    return engine, engine.run(), requests
 
 
 def limit_of_turn():
@@ -104,6 +104,15 @@ def row_failed():
     return engine, engine.run(), requests
 
 
+def grammar_failed():
+    """It needs what min_new_tokens forbids."""
+    model = toy_model(text=True, eos=[27])
+    sampling = je.SamplingParams(min_new_tokens=9)
+    engine, requests = engine_with(PROMPT, model=model, sampling=sampling, grammar=je.Grammar.regex("a"))
+    assert [event.token for event in engine.run()] == [0]
+    return engine, engine.run(), requests
+
+
 def faulty(stage, error, *prompts, **config):
     engine, requests = engine_with(*prompts, **config)
     with je.inject_fault(stage, error) as fault:
@@ -138,7 +147,7 @@ OUTCOMES = {
     "unserviceable": unserviceable,
     "retryable": retryable,
     "row failed after its retries": row_failed,
-    "grammar can't go on": lambda: faulty(Stage.MASKS, je.RequestFailure("no way on", (1,)), PROMPT),
+    "grammar that can't go on": grammar_failed,
     "execution out of memory": lambda: faulty(Stage.EXECUTE, MemoryError(), PROMPT),
     "planning failure": planning_failure,
     "contract failure": lambda: faulty(Stage.RESERVE, UNKNOWN, PROMPT),

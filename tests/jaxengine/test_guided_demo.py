@@ -11,7 +11,7 @@ from tests.jaxengine.json_schemas import SCHEMAS
 
 BUDGET = 40
 GREEDY = je.SamplingParams(temperature=0.0)
-HANDFUL = ("const_object", "enum", "pattern", "fixed_array", "boolean", "date")
+HANDFUL = ("const_object", "enum", "pattern", "fixed_array", "uuid", "date")
 FAULTS = [stage for stage in je.Stage if stage not in (je.Stage.PUBLISH, je.Stage.PLAN, je.Stage.RESERVE)]
 
 
@@ -41,10 +41,15 @@ def run(model, names):
     return texts, ends
 
 
+@pytest.fixture(scope="module")
+def model(demo_folder):
+    return je.load_model(demo_folder, weights="fast")
+
+
 @pytest.mark.demo
 @pytest.mark.slow
-def test_L1_C28_fifty_schemas_are_kept_or_say_that_they_were_cut(demo_folder):
-    texts, ends = run(je.load_model(demo_folder, weights="fast"), SCHEMAS)
+def test_L1_C28_fifty_schemas_are_kept_or_say_that_they_were_cut(model):
+    texts, ends = run(model, SCHEMAS)
     reasons = {name: end.finish_reason for name, end in ends.items()}
     assert set(reasons.values()) <= {je.FinishReason.EOS, je.FinishReason.MAX_GENERATED_TOKENS}
     done = [name for name, reason in reasons.items() if reason == je.FinishReason.EOS]
@@ -57,32 +62,16 @@ def test_L1_C28_fifty_schemas_are_kept_or_say_that_they_were_cut(demo_folder):
 
 @pytest.mark.demo
 @pytest.mark.slow
-def test_L2_F8_faults_change_no_text_of_the_demo_model(demo_folder):
+def test_L2_F8_faults_change_no_text_of_the_demo_model(model):
     """The nth stage fails in the nth step."""
-    model = je.load_model(demo_folder, weights="fast")
     expected, _ = run(model, HANDFUL)
     for error in (je.RetryableStepError, RuntimeError):
         with contextlib.ExitStack() as stack:
             faults = [
-                stack.enter_context(je.inject_fault(stage, error("no luck"), skip=n % 4))
+                stack.enter_context(je.inject_fault(stage, error("no luck"), skip=n))
                 for n, stage in enumerate(FAULTS)
             ]
             texts, ends = run(model, HANDFUL)
         assert all(fault.fired for fault in faults)
         assert texts == expected
         assert not any(end.detail for end in ends.values())
-
-
-@pytest.mark.demo
-@pytest.mark.slow
-def test_L1_llm_generate_takes_a_grammar_for_all_prompts(demo_folder):
-    schema = SCHEMAS["enum"]
-    with je.LLM(demo_folder, config(2), weights="fast") as llm:
-        made = llm.generate(
-            ["A colour: ", "The sky is "], GREEDY, max_tokens=BUDGET, grammar=je.Grammar.json_schema(schema)
-        )
-        for completion in made:
-            assert completion.finish_reason == je.FinishReason.EOS
-            jsonschema.validate(json.loads(completion.text), schema)
-        (cut,) = llm.generate("A colour: ", GREEDY, max_tokens=1, grammar=je.Grammar.json_schema(schema))
-        assert cut.finish_reason == je.FinishReason.MAX_GENERATED_TOKENS

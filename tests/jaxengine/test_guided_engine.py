@@ -42,6 +42,7 @@ jobs = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(prompts, st.sampled_from(sorted(WORDS)))
 def test_L1_L5_a_turn_says_the_likeliest_of_what_its_grammar_allows(prompt, kind):
@@ -55,6 +56,7 @@ def test_L1_L5_a_turn_says_the_likeliest_of_what_its_grammar_allows(prompt, kind
         assert json.loads(result.text) in (True, False, None)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.lists(jobs, min_size=2, max_size=4), st.sampled_from([CONFIG, CUT, TIGHT]))
 def test_L4_L5_M3_guided_and_unguided_rows_say_what_each_says_alone(batch, config):

@@ -332,3 +332,13 @@ def test_a_closed_llm_refuses_work(folder):
     llm.close()
     with pytest.raises(je.EngineError, match="closed"):
         llm.generate("hello")
+
+
+def test_L1_L4_a_grammar_bounds_every_completion(llm):
+    made = llm.generate(PROMPTS[:3], max_tokens=9, grammar=je.Grammar.regex("red|green|blue"))
+    for completion in made:
+        assert completion.text in ("red", "green", "blue")
+        assert completion.finish_reason == je.FinishReason.EOS
+    with pytest.raises(ValueError, match="the grammar can't be used with this model"):
+        llm.generate(PROMPTS[:3], max_tokens=9, grammar=je.Grammar.lark("start: <no_such_token>"))
+    assert is_idle(llm)
