@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 import jaxengine as je
-from jaxengine.toy import continuation
+from jaxengine.toy import continuation, toy_model
 from tests.jaxengine.breaking import KINDS, outcome
 from tests.jaxengine.guided_turns import (
     CONFIG,
@@ -262,3 +262,28 @@ def test_C28_a_stop_token_ends_a_turn_only_where_the_grammar_may_end():
         assert result.reason == EOS_REASON
         ended.add(len(result.text))
     assert min(ended) < 5
+
+
+VARIANTS = {
+    "hybrid": (toy_model(text=True, eos=(EOS,), hybrid=True), CONFIG),
+    "rings": (toy_model(text=True, eos=(EOS,), window=3), dataclasses.replace(CONFIG, chunk_size=4)),
+    "static": (MODEL, dataclasses.replace(CONFIG, batching="static", num_blocks=None, block_size=16)),
+    "session": (toy_model(text=True, eos=(EOS,), max_length=11), CONFIG),
+    "one token a step": (MODEL, dataclasses.replace(CONFIG, chunk_size=1)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_L5_I2_J2_O1_forced_spans_change_nothing_whatever_state_a_model_has(variant):
+    """Fixed states, rings that a span may lap, contiguous caches, a session that ends inside, no room for drafts."""
+    model, config = VARIANTS[variant]
+    batch = [Job((3, 1), WORDS["forced"][0]), Job((4,), WORDS["json"][0]), Job((9, 2, 6), WORDS["lark"][0])]
+    results, engine = serve(batch, config, model)
+    with unforced(model):
+        plain, slow = serve(batch, config, model)
+    assert results == plain
+    if variant == "session":
+        assert {result.reason for result in results} == {EOS_REASON, je.FinishReason.MAX_SESSION_TOKENS}
+    assert (engine.metrics.drafted_tokens > 0) == (variant != "one token a step")
+    assert slow.metrics.drafted_tokens == 0
