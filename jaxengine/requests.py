@@ -223,9 +223,7 @@ def _turn_columns(control: Control, request_id: int, carried: Carried, turn: Tur
         "least": least,
         "num_drafts": 0,
         "traits": traits_of(carried, turn, minimum=least > 0, text=control.facts.has_text),
-        "carried": dataclasses.replace(
-            carried, turn=turn, text=None, unshown="", drafts=(), scores=()
-        ),
+        "carried": dataclasses.replace(carried, turn=turn, text=None, unshown="", drafts=(), scores=()),
     }
 
 
