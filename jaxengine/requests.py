@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from jaxengine import blocks
-from jaxengine.carried import Carried, Turn, traits_of
+from jaxengine.carried import Carried
 from jaxengine.checks import require_count
 from jaxengine.config import RequestOptions, TurnOptions
 from jaxengine.errors import RequestStateError
 from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason, Usage
-from jaxengine.grammars import Grammar
-from jaxengine.sampling_params import SamplingParams, resolve_sampling
 from jaxengine.state import (
     COLUMN_DTYPES,
     REQUEST_IDS,
@@ -36,6 +34,7 @@ from jaxengine.state import (
     row_of,
     rows_of,
 )
+from jaxengine.turns import turn_columns, turn_of
 
 if TYPE_CHECKING:
     import jax
@@ -79,7 +78,7 @@ def create_request(state: EngineState, options: RequestOptions | None = None) ->
             f"this model allows at most {facts.max_length} tokens a session"
         )
     request_id = int(control.counters[REQUEST_IDS]) + 1
-    _turn(control, options.sampling, options.grammar, (0, 0))
+    turn_of(control, options.sampling, options.grammar, (0, 0))
     values = dict.fromkeys(COLUMN_DTYPES, 0) | {
         "id": request_id,
         "stamp": _digest(
@@ -156,7 +155,7 @@ def begin_turn(
         )
     _require_batch(control, row)
     carried: Carried = control.requests.carried[row]
-    settings = _turn(
+    settings = turn_of(
         control,
         options.sampling or carried.own,
         options.grammar or carried.own_grammar,
@@ -181,50 +180,9 @@ def begin_turn(
         generated=0,
         max_generated=options.max_generated_tokens or 0,
         failures=0,
-        **_turn_columns(control, request_id, carried, settings),
+        **turn_columns(control, request_id, carried, settings),
     )
     return state.replace(control=control), turn + 1  # type: ignore[attr-defined]
-
-
-def _turn(control: Control, sampling: SamplingParams, grammar: Grammar | None, span: tuple[int, int]) -> Turn:
-    """A turn's settings beside the folder's, its input at `span`; raises ValueError for what this model can't do."""
-    facts = control.facts
-    resolved = resolve_sampling(sampling, facts.search_settings)
-    biased = [token for token, _ in resolved.biases]
-    for name, tokens in (("logit_bias", biased), ("stop_token_ids", list(sampling.stop_token_ids))):
-        if tokens and max(tokens) >= facts.vocab_size:
-            raise ValueError(
-                f"SamplingParams.{name} names token {max(tokens)}; the vocabulary has ids up to {facts.vocab_size - 1}"
-            )
-    for name, value in (("SamplingParams.stop", sampling.stop), ("a grammar", grammar)):
-        if value and not facts.has_text:
-            raise ValueError(
-                f"{name} needs text, but this model has no tokenizer; use stop_token_ids instead"
-            )
-    eos = frozenset() if sampling.ignore_eos else facts.eos_token_ids
-    if grammar is not None and not eos:
-        raise ValueError(
-            "a grammar ends with an EOS, and this turn has none; use a model with one, not ignore_eos"
-        )
-    return Turn(resolved, grammar, eos.union(sampling.stop_token_ids), *span)
-
-
-def _turn_columns(control: Control, request_id: int, carried: Carried, turn: Turn) -> dict[str, object]:
-    """What a turn's settings put into the columns of its request."""
-    sampling, asked = turn.sampling, turn.sampling.asked
-    least = max(asked.min_new_tokens, sampling.min_length - turn.stop, 0)
-    seeds = (asked.seed, carried.own.seed, request_id % 2**32)
-    return {
-        "temperature": sampling.temperature,
-        "top_k": min(sampling.top_k, control.facts.vocab_size),
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "seed": next(seed for seed in seeds if seed is not None),
-        "least": least,
-        "num_drafts": 0,
-        "traits": traits_of(carried, turn, minimum=least > 0, text=control.facts.has_text),
-        "carried": dataclasses.replace(carried, turn=turn, text=None, unshown="", drafts=(), scores=()),
-    }
 
 
 def cancel_turn(state: EngineState, request_id: int, turn_id: int) -> tuple[EngineState, bool]:

@@ -14,4 +14,4 @@ def test_K1_K5_L1_M1_the_examples_of_the_page_run():
     examples = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     for example in examples:
         exec(compile(example, str(PAGE), "exec"), names)
-    assert len(examples) == 8
+    assert len(examples) == 9
