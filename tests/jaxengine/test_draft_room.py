@@ -109,6 +109,7 @@ def test_M5_A10_cancelling_or_closing_drops_a_proposal_and_frees_what_is_held():
     assert tokens_of(again, 1) == PROMPT + NEXT[:1] + [3] + continuation([*PROMPT, NEXT[0], 3], 2)
 
 
+@pytest.mark.slow
 def test_C15_choices_behind_drafts_are_drawn_from_the_final_distribution():
     """Ranks of the toy's tokens have one distribution behind any sequence; 512 requests against it, cut by top-k."""
     count, draws = 512, []
