@@ -199,6 +199,27 @@ def test_M2_C4_an_eos_inside_ends_the_turn_and_what_follows_it_does_not_count(pl
     assert column(state, 1, "status") == je.RequestStatus.TURN_COMPLETE
 
 
+@pytest.mark.parametrize("limit", [5, 6])
+def test_C4_a_stop_string_inside_ends_ids_text_logprobs_and_usage_at_one_place(limit):
+    """Stop string at the fifth token: the fifth is its last, and wins over a limit there."""
+    model = toy_model(text=True)
+    letters = "abcdefghijklmnopqrstuvwxyz ."
+    stop = "".join(letters[token] for token in NEXT[3:5])
+    sampling = je.SamplingParams(temperature=0.0, stop=(stop,), logprobs=1)
+    state = je.init_state(model, SMALL)
+    state, _ = je.create_request(state, je.RequestOptions(sampling=sampling))
+    state, _ = je.begin_turn(state, 1, PROMPT, je.TurnOptions(limit))
+    state, first = stepped(state, model)
+    state, events = stepped(je.set_draft_tokens(state, 1, NEXT[1 : limit - 1]), model)
+    assert said(events) == NEXT[1:5]
+    assert "".join(event.text for event in (*first, *events)) == "".join(letters[t] for t in NEXT[:3])
+    assert (events[-1].finish_reason, events[-1].stop) == (je.FinishReason.STOP_STRING, stop)
+    assert events[-1].usage.generated_tokens == 5
+    assert [event.logprobs.top[0][0] for event in events] == NEXT[1:5]
+    assert tokens_of(state, 1) == PROMPT + NEXT[:5]
+    assert column(state, 1, "processed") == len(PROMPT) + 4
+
+
 # D4: stamps
 
 
