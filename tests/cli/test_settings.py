@@ -30,6 +30,7 @@ def generate(tiny, capsys):
     return generate
 
 
+@pytest.mark.slow
 def test_K1_each_option_is_the_engines_setting(llm, generate):
     plain = llm.generate(PROMPT, max_tokens=16)[0]
     first = plain.token_ids[0]

@@ -1,15 +1,17 @@
 """Sampling settings in the engine: the order in which they act, rows of all kinds in one batch, and settings of a turn
-(K1, K2, K3, K4, K6, cases C9 and C13)."""
+(K1, K2, K3, K4, K6, cases C9, C10 and C13)."""
 
 import dataclasses
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 
 import jaxengine as je
 from jaxengine.choosing import repeating
+from jaxengine.text import Tokenizer
 from jaxengine.toy import LETTERS, logits_after, next_token, toy_model
 from tests.jaxengine.chosen import (
     PROMPTS,
@@ -89,6 +91,32 @@ def test_K1_K3_a_row_in_any_company_is_what_it_is_alone(rows, arrivals, chunk, b
         assert got == alone(TEXT, row)
 
 
+@given(rows=st.lists(st.builds(Row, prompt=PROMPTS, sampling=SETTINGS), min_size=2, max_size=4))
+@settings(max_examples=6)
+@pytest.mark.slow
+def test_K1_K3_a_row_of_a_static_batch_is_what_it_is_alone(rows):
+    config = je.EngineConfig(max_batch_size=4, max_scheduled_tokens=32, batching="static")
+    for row, got in zip(rows, together(TEXT, rows, config), strict=True):
+        assert got == alone(TEXT, row)
+
+
+@given(
+    rows=st.lists(st.builds(Row, prompt=PROMPTS, sampling=SETTINGS), min_size=1, max_size=4),
+    drafts=st.dictionaries(st.integers(1, 8), st.lists(st.integers(0, LETTERS - 1), max_size=3), max_size=6),
+    right=st.booleans(),
+)
+@settings(max_examples=10)
+@pytest.mark.slow
+def test_K1_C4_drafts_change_no_row(rows, drafts, right):
+    """Right drafts are those that the first row says, which the others mostly don't."""
+    plain = [alone(TEXT, row) for row in rows]
+    if right:
+        generated = plain[0][0][len(rows[0].prompt) :]
+        drafts = {n: generated[2 * n - 1 : 2 * n + 1] for n in range(1, 5)}
+    found = together(TEXT, rows, drafts=drafts)
+    assert found == plain
+
+
 def test_C9_a_minimum_holds_off_every_end_and_ignoring_eos_keeps_stop_ids():
     """Biases make both EOS and a stop id the likeliest tokens by far, one after the other."""
     bias = {1: 90.0, 2: 80.0, 5: 70.0}
@@ -140,6 +168,34 @@ def test_K2_a_masked_id_stays_masked_whatever_its_bias():
     assert tokens.count(9) == 1
     assert max(tokens) < LETTERS
     assert np.isneginf(logits_after([3])[30])
+
+
+def narrow(letters):
+    """The toy whose tokenizer knows the first letters only, the last of them the EOS; its logits are as wide as ever."""
+    vocab = {chr(ord("a") + token): token for token in range(letters)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return dataclasses.replace(toy_model(eos=[letters - 1]), tokenizer=Tokenizer(backend))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 50.0])
+@pytest.mark.parametrize("top_k", [0, 3])
+@pytest.mark.parametrize("grammar", [None, je.Grammar.regex("[a-i]{1,6}")])
+def test_C10_ids_without_a_token_are_never_chosen(temperature, top_k, grammar):
+    """Their logits are the highest by far, and the model's own logprobs say so."""
+    sampling = je.SamplingParams(
+        temperature=temperature, top_k=top_k, seed=1, logit_bias={20: 1e30, 12: 1e30}, logprobs=20
+    )
+    model = narrow(10)
+    options = je.RequestOptions(sampling=sampling, grammar=grammar)
+    state, request_id = je.create_request(je.init_state(model, SMALL), options)
+    state, _ = je.begin_turn(state, request_id, [1], je.TurnOptions(6))
+    state, events = finish(model, state)
+    tokens = tokens_of(state, request_id)
+    assert max(tokens) < 10
+    assert events[-1].finish_reason in (Reason.EOS, Reason.MAX_GENERATED_TOKENS)
+    assert "".join(event.text for event in events) == "".join("abcdefghi"[token] for token in tokens[1:])
 
 
 WARM = je.SamplingParams(temperature=4.0, seed=11)
