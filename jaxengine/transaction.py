@@ -190,11 +190,11 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
     if len(bad):
         culprits = tuple(int(i) for i in plan.request_ids[np.unique(settled.row[bad])])
         names = ", ".join(map(str, culprits))
-        own = np.asarray(result.logits)[settled.place[bad], : control.facts.num_ids]
-        masked = np.isfinite(own.max(axis=-1)).all()
+        own = np.asarray(result.logits)[settled.place[bad]]
+        masked = np.isfinite(own[:, : control.facts.num_ids].max(axis=-1)) & ~np.isnan(own).any(axis=-1)
         reason = (
             f"the settings of request {names} leave no token to choose"
-            if masked
+            if masked.all()
             else f"the logits of request {names} are not finite"
         )
         raise RetryableStepError(f"{reason}; the step was dropped", culprits)

@@ -171,7 +171,7 @@ def test_K2_a_masked_id_stays_masked_whatever_its_bias():
 
 
 def narrow(letters):
-    """The toy whose tokenizer knows the first letters only, the last of them the EOS; its logits are as wide as ever."""
+    """The toy whose tokenizer knows the first letters only, the last of them the EOS; its logits stay as wide."""
     vocab = {chr(ord("a") + token): token for token in range(letters)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
