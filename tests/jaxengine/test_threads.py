@@ -58,6 +58,7 @@ ENGINE_CALLS = {
     "create_request": lambda engine, request: engine.create_request(),
     "detach": lambda engine, request: engine.detach(),
     "has_pending_requests": lambda engine, request: engine.has_pending_requests(),
+    "prepare": lambda engine, request: engine.prepare(None),
     "pull": lambda engine, request: engine.pull(request),
     "run": lambda engine, request: engine.run(),
     "run(0)": lambda engine, request: engine.run(0),
