@@ -231,7 +231,7 @@ def _with_carried(control: Control, index: np.ndarray, settled: Settled) -> Cont
         drafts[i] = drafts.get(i) or propose(carried[index[i]].proposer, tokens)
     for i, proposed in drafts.items():
         row = index[i]
-        kept = proposed[: max(most_drafts(control, row), 0)]
+        kept = proposed[: most_drafts(control, row)]
         num_drafts[row], carried[row] = len(kept), dataclasses.replace(carried[row], drafts=kept)
     columns = requests.replace(carried=carried, num_drafts=num_drafts)  # type: ignore[attr-defined]
     return control.replace(requests=columns)  # type: ignore[attr-defined]

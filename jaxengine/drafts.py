@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from jaxengine.config import EngineConfig
 from jaxengine.errors import RequestStateError
 from jaxengine.requests import next_stamp, require_row, require_token_ids
 from jaxengine.state import (
@@ -27,8 +28,16 @@ if TYPE_CHECKING:
 
 
 def max_draft_tokens_per_proposal(state: EngineState) -> int:
-    """Returns the most tokens that one step can verify of a request: what it can run of one row, less one."""
-    config = state.control.config
+    """Returns the most tokens that one step can verify of a request: what it can run of one row, less one.
+
+    A static batch verifies none.
+    """
+    return _most_of_a_row(state.control.config)
+
+
+def _most_of_a_row(config: EngineConfig) -> int:
+    if config.batching == "static":
+        return 0
     return min(config.max_scheduled_tokens, config.chunk_size or config.max_scheduled_tokens) - 1
 
 
@@ -61,7 +70,7 @@ def set_draft_tokens(
             f"request {request_id} is {where}; propose drafts once its turn has generated a token"
         )
     values = require_token_ids(tokens, control.facts.vocab_size, "the drafts")
-    most = min(most_drafts(control, row), max_draft_tokens_per_proposal(state))
+    most = most_drafts(control, row)
     if len(values) > most:
         raise ValueError(f"{len(values)} drafts are too many for request {request_id}; give at most {most}")
     drafts = tuple(values.tolist())
@@ -79,9 +88,9 @@ def with_drafts(control: Control, row: int, drafts: tuple[int, ...]) -> Control:
 
 
 def most_drafts(control: Control, row: int) -> int:
-    """Tokens that may follow before the one that reaches a limit."""
+    """Drafts that a request can have: what may follow before the token that reaches a limit, and what a row can run."""
     requests = control.requests
     left = int(requests.max_session[row] - requests.length[row])
     if requests.max_generated[row]:
         left = min(left, int(requests.max_generated[row] - requests.generated[row]))
-    return left - 1
+    return max(min(left - 1, _most_of_a_row(control.config)), 0)

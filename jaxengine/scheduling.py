@@ -92,11 +92,10 @@ def schedule(control: Control) -> Schedule:
         evicted = _victims(control, demand, taken)
         taken = taken[~np.isin(demand.rows[taken], evicted)]
     selected, reserved = demand.rows[taken], demand.wanted[taken]
-    counts = _grow(control, selected)
-    drafts, extra = _drafts(control, selected, counts, _unclaimed(control, demand, taken))
+    drafts, extra = _drafts(control, selected, _unclaimed(control, demand, taken))
     return Schedule(
         selected=selected,
-        num_tokens=counts + drafts,
+        num_tokens=drafts + _grow(control, selected, int(drafts.sum())),
         num_drafts=drafts,
         num_reserved=reserved + extra,
         unserviceable=unserviceable,
@@ -330,11 +329,11 @@ def _fewest(gains: np.ndarray, missing: int) -> int | None:
     return count if count <= len(gains) else None
 
 
-def _grow(control: Control, selected: np.ndarray) -> np.ndarray:
-    """Tokens of each selected row: one, and for prefills what is left of the budget in order."""
+def _grow(control: Control, selected: np.ndarray, drafts: int) -> np.ndarray:
+    """Tokens of each selected row: one, and for prefills what drafts have left of the budget, in order."""
     requests, config = control.requests, control.config
     counts = np.ones(len(selected), np.int64)
-    budget = config.max_scheduled_tokens - len(selected)
+    budget = config.max_scheduled_tokens - len(selected) - drafts
     chunk = config.chunk_size or config.max_scheduled_tokens
     prefill = requests.processed[selected] < requests.input_end[selected]
     for i in np.flatnonzero(prefill):
@@ -353,16 +352,15 @@ def _unclaimed(control: Control, demand: _Demand, taken: np.ndarray) -> int:
     return max(len(control.free_blocks) - int(claimed.sum()), 0)
 
 
-def _drafts(
-    control: Control, selected: np.ndarray, counts: np.ndarray, blocks: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _drafts(control: Control, selected: np.ndarray, blocks: int) -> tuple[np.ndarray, np.ndarray]:
     """How many drafts of each selected row run, and the blocks that they need beyond the row's.
 
-    They are optional work: in order, with what the budget has left and with `blocks` that nobody else is to have.
+    They are optional work: in order, with what a token for every row leaves of the budget, and with `blocks` that nobody
+    else is to have.
     """
     requests, config = control.requests, control.config
     drafts, extra = np.zeros((2, len(selected)), np.int64)
-    budget = config.max_scheduled_tokens - int(counts.sum())
+    budget = config.max_scheduled_tokens - len(selected)
     proposed = requests.num_drafts[selected] * (requests.processed[selected] >= requests.input_end[selected])
     for i in np.flatnonzero(proposed):
         row = selected[i]

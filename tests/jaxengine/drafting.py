@@ -68,7 +68,11 @@ def require_optional(state: je.EngineState) -> je.StepPlan:
     for name in ("index", "past", "is_prefill", "is_new", "samples", "places", "unserviceable", "evicted"):
         assert np.array_equal(getattr(plan, name), getattr(bare, name)), name
     assert (plan.outcome, plan.deferred) == (bare.outcome, bare.deferred)
-    assert np.array_equal(plan.num_tokens - plan.num_drafts, bare.num_tokens)
+    # Prefills grow up to what drafts leave of the budget.
+    own, prefill = plan.num_tokens - plan.num_drafts, plan.is_prefill
+    assert np.array_equal(own[~prefill], bare.num_tokens[~prefill])
+    assert (own >= 1).all() and (own <= bare.num_tokens).all()
+    assert own.sum() + plan.num_drafts.sum() >= bare.total_tokens
     assert (plan.num_drafts[plan.is_prefill] == 0).all()
     assert (plan.num_reserved >= bare.num_reserved).all()
     assert plan.total_tokens <= control.config.max_scheduled_tokens
@@ -142,7 +146,7 @@ class Player:
         left = asked.session - column(state, request_id, "length")
         if asked.limit:
             left = min(left, asked.limit - column(state, request_id, "generated"))
-        return min(left - 1, je.max_draft_tokens_per_proposal(state))
+        return max(min(left - 1, je.max_draft_tokens_per_proposal(state)), 0)
 
     def upcoming(self, request_id: int) -> list[int]:
         """What this turn goes on to say, an EOS in its place and something behind it."""

@@ -125,7 +125,8 @@ class NaiveEngine:
         left = request.max_session - len(request.tokens)
         if request.max_generated:
             left = min(left, request.max_generated - request.generated)
-        return min(left, config.chunk_size or left, config.max_scheduled_tokens) - 1
+        most = min(left, config.chunk_size or left, config.max_scheduled_tokens) - 1
+        return 0 if config.batching == "static" else most
 
     def propose(self, request_id: int, drafts: Sequence[int]) -> None:
         self.requests[request_id].drafts = list(drafts)
@@ -265,13 +266,7 @@ class NaiveEngine:
                 evicted = min((option for option in options if option is not None), key=len, default=[])
             rows = [row for row in rows if row.request not in evicted]
         budget = self.config.max_scheduled_tokens - len(rows)
-        for row in rows:
-            if row.request.is_prefill:
-                remaining = len(row.request.tokens) - row.request.processed
-                extra = min(budget, min(remaining, self.config.chunk_size or remaining) - 1)
-                row.count += extra
-                budget -= extra
-        # M4: drafts take what is left.
+        # C3, M4: drafts take what a token for each row leaves, then prefills.
         runs = [row.request for row in rows]
         spare = free - sum(row.new_blocks for row in rows)
         spare = max(spare - sum(wanted(r) for r in candidates if claims(r) and r not in runs), 0)
@@ -284,6 +279,12 @@ class NaiveEngine:
                 extra = max(-(-(len(request.tokens) + row.drafts) // size) - has, 0)
                 row.new_blocks += extra
                 budget, spare = budget - row.drafts, spare - extra
+        for row in rows:
+            if row.request.is_prefill:
+                remaining = len(row.request.tokens) - row.request.processed
+                extra = min(budget, min(remaining, self.config.chunk_size or remaining) - 1)
+                row.count += extra
+                budget -= extra
         return NaivePlan(rows, hopeless, evicted, deferred)
 
     def step(self) -> None:

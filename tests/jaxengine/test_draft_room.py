@@ -17,14 +17,14 @@ OTHER = [9, 2]
 FOLLOWS = continuation(OTHER, 20)
 
 
-def test_M4_the_budget_goes_to_every_row_and_to_prefills_before_drafts():
+def test_C3_M4_the_budget_goes_to_every_row_then_to_drafts_then_to_prefills():
     config = dataclasses.replace(SMALL, max_scheduled_tokens=8)
     state = decoding(config=config, prompts=(PROMPT, OTHER))
     state = je.set_draft_tokens(je.set_draft_tokens(state, 1, NEXT[1:5]), 2, FOLLOWS[1:5])
     plan = require_optional(state)
     assert plan.num_tokens.tolist() == [5, 3]
     state, new = je.create_request(state)
-    for count, expected in [(3, [[4, 1, 3], [3, 0, 0]]), (9, [[1, 1, 6], [0, 0, 0]])]:
+    for count, expected in [(3, [[5, 2, 1], [4, 1, 0]]), (1, [[5, 2, 1], [4, 1, 0]])]:
         mixed, _ = je.begin_turn(state, new, list(range(count)))
         plan = require_optional(mixed)
         assert [plan.num_tokens.tolist(), plan.num_drafts.tolist()] == expected
