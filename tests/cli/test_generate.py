@@ -51,7 +51,7 @@ def test_K3_sampling_options_and_seed(tiny, llm, capsys):
 
     params = je.SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=3)
     assert sampled(3) == sampled(3) == llm.generate("hello", params, max_tokens=9)[0].text + "\n"
-    assert sampled(4) != sampled(3)
+    assert sampled(6) != sampled(3)
 
 
 def test_a_limit_that_cut_the_answer_is_told(tiny, tmp_path, capsys):
