@@ -355,8 +355,8 @@ def _unclaimed(control: Control, demand: _Demand, taken: np.ndarray) -> int:
 def _drafts(control: Control, selected: np.ndarray, blocks: int) -> tuple[np.ndarray, np.ndarray]:
     """How many drafts of each selected row run, and the blocks that they need beyond the row's.
 
-    They are optional work: in order, with what a token for every row leaves of the budget, and with `blocks` that nobody
-    else is to have.
+    They are optional work: in order, with what a token for every row leaves of the budget, and with `blocks` that
+    nobody else is to have.
     """
     requests, config = control.requests, control.config
     drafts, extra = np.zeros((2, len(selected)), np.int64)

@@ -58,7 +58,7 @@ def test_K1_each_option_is_the_engines_setting(llm, generate):
     assert sum(out != usual for out in outs) >= 6
 
 
-def test_C9_ignoring_eos_goes_on_behind_it(tiny, llm, generate):
+def test_case_C9_ignoring_eos_goes_on_behind_it(tiny, llm, generate):
     eos = llm.model.config.eos_token_ids[0]
     bias = ["--logit-bias", f"{eos}=500"]
     assert generate(*bias) == ""
@@ -68,7 +68,7 @@ def test_C9_ignoring_eos_goes_on_behind_it(tiny, llm, generate):
     assert generate(*bias, "--ignore-eos") == completion.text
 
 
-def test_K5_C2_a_stop_string_is_never_written(tiny, llm, monkeypatch):
+def test_K5_case_C2_a_stop_string_is_never_written(tiny, llm, monkeypatch):
     """Every flush that a reader can see is a head of the text before the stop."""
     text = llm.generate(PROMPT, max_tokens=16)[0].text
     stop = text[5:9]

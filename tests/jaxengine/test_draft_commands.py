@@ -178,7 +178,7 @@ def test_M2_a_accepted_drafts_commit_a_plus_one_slots_and_publish_in_order_in_on
 
 @pytest.mark.parametrize("place", [2, 3, 4, 5])
 @pytest.mark.parametrize("limit", [0, 4, 6])
-def test_M2_C4_an_eos_inside_ends_the_turn_and_what_follows_it_does_not_count(place, limit):
+def test_M2_case_C4_an_eos_inside_ends_the_turn_and_what_follows_it_does_not_count(place, limit):
     """The first of EOS and limit wins: ids, events, usage and committed slots end there."""
     model = toy_model(eos=[NEXT[place]])
     first = NEXT.index(NEXT[place])
@@ -200,7 +200,7 @@ def test_M2_C4_an_eos_inside_ends_the_turn_and_what_follows_it_does_not_count(pl
 
 
 @pytest.mark.parametrize("limit", [5, 6])
-def test_C4_a_stop_string_inside_ends_ids_text_logprobs_and_usage_at_one_place(limit):
+def test_case_C4_a_stop_string_inside_ends_ids_text_logprobs_and_usage_at_one_place(limit):
     """Stop string at the fifth token: the fifth is its last, and wins over a limit there."""
     model = toy_model(text=True)
     letters = "abcdefghijklmnopqrstuvwxyz ."

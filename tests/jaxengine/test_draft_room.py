@@ -110,7 +110,7 @@ def test_M5_A10_cancelling_or_closing_drops_a_proposal_and_frees_what_is_held():
 
 
 @pytest.mark.slow
-def test_C15_choices_behind_drafts_are_drawn_from_the_final_distribution():
+def test_case_C15_choices_behind_drafts_are_drawn_from_the_final_distribution():
     """Ranks of the toy's tokens have one distribution behind any sequence; 512 requests against it, cut by top-k."""
     count, draws = 512, []
     config = je.EngineConfig(max_batch_size=count, max_scheduled_tokens=4 * count, num_blocks=2 * count)

@@ -1,4 +1,4 @@
-"""Whatever is proposed, a turn says what it says alone and without drafts, bit for bit (M2 to M5, C4, C15, C26)."""
+"""Whatever is proposed, a turn says what it says alone and without drafts, bit for bit (M2 to M5, cases C4, C15, C26)."""
 
 import dataclasses
 
@@ -116,7 +116,7 @@ def asked_of(model, samplings):
 @pytest.mark.parametrize("model", ["plain", "hybrid", "window"])
 @settings(max_examples=15)
 @given(data=st.data())
-def test_M2_M3_M5_C15_C26_any_drafts_give_what_a_request_says_alone_without(model, data):
+def test_M2_M3_M5_case_C15_C26_any_drafts_give_what_a_request_says_alone_without(model, data):
     """Greedy and sampled, with all processors, in mixed batches, chunks, rings, static batches and short pools."""
     # A model with fixed states takes no static batch; rings need chunks.
     configs = sorted(CONFIGS.keys() - ({"static"} if model == "hybrid" else set()))
@@ -136,7 +136,7 @@ GRAMMARS = [
 @pytest.mark.slow
 @settings(max_examples=15)
 @given(data=st.data())
-def test_M2_M3_C4_L5_drafts_with_stop_strings_and_grammars_change_no_text(data):
+def test_M2_M3_case_C4_L5_drafts_with_stop_strings_and_grammars_change_no_text(data):
     """Texts, stop strings, ids, logprobs and usage end at the same place; forced spans run as drafts on both sides."""
     guided = st.builds(
         Asked,

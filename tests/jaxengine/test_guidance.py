@@ -120,7 +120,7 @@ def test_L1_finished_json_satisfies_its_schema_with_the_demo_tokenizer(demo_guid
     jsonschema.validate(json.loads(text), SCHEMAS[name], jsonschema.Draft202012Validator)
 
 
-def test_C28_json_has_no_free_blanks_unless_its_schema_asks_for_them(guides):
+def test_case_C28_json_has_no_free_blanks_unless_its_schema_asks_for_them(guides):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     newline, blank = spelled("\n ")
     for tokens in itertools.accumulate([token] for token in spelled('{"a": 7')):
@@ -199,7 +199,7 @@ def test_L1_a_lark_grammar_may_name_a_special_token(guides):
     assert allowed(guides, grammar, [*spelled("a"), start]) == set(spelled("b"))
 
 
-def test_C6_a_grammar_that_needs_an_eos_inside_is_refused_by_name(guides):
+def test_case_C6_a_grammar_that_needs_an_eos_inside_is_refused_by_name(guides):
     with pytest.raises(GuidanceError, match="a token that it can't have"):
         allowed(guides, Grammar.lark(f'start: "a" {toy.END} "b"'), spelled("a"))
 
@@ -208,7 +208,7 @@ def test_C6_a_grammar_that_needs_an_eos_inside_is_refused_by_name(guides):
 
 
 @pytest.mark.parametrize("eos", [(), EOS[:1], EOS, (EOS[0], WIDTH - 1)], ids=["none", "one", "two", "beyond"])
-def test_C6_every_eos_id_is_allowed_exactly_where_the_grammar_may_end(eos):
+def test_case_C6_every_eos_id_is_allowed_exactly_where_the_grammar_may_end(eos):
     guides = fresh(eos)
     grammar = Grammar.regex("ab?")
     a, b = spelled("ab")
@@ -219,7 +219,7 @@ def test_C6_every_eos_id_is_allowed_exactly_where_the_grammar_may_end(eos):
     assert complete == [False, True, True]
 
 
-def test_C6_an_eos_that_is_no_special_token_is_still_no_text(guides):
+def test_case_C6_an_eos_that_is_no_special_token_is_still_no_text(guides):
     (a,) = spelled("a")
     guides = fresh([a])
     assert a not in allowed(guides, Grammar.regex("[a-c]"))
@@ -228,7 +228,7 @@ def test_C6_an_eos_that_is_no_special_token_is_still_no_text(guides):
 
 
 @pytest.mark.parametrize("drafts", ["a$", "ax", "x", "$", "a$b", "aa"])
-def test_C6_drafts_leave_the_cursor_as_it_was(guides, drafts):
+def test_case_C6_drafts_leave_the_cursor_as_it_was(guides, drafts):
     """C6: grammar `a`, drafts with an EOS or a wrong token; then the turn goes on as if there had been none."""
     grammar = Grammar.regex("a")
     ids = dict(zip("abx$", [*spelled("abx"), EOS[1]], strict=True))

@@ -89,7 +89,7 @@ def test_L2_any_order_of_cursors_gives_the_masks_of_a_fresh_matcher(guides, call
             assert len(guides._compiled) <= 2
 
 
-def test_C6_a_draft_into_a_dead_end_is_refused_and_fails_no_turn(guides):
+def test_case_C6_a_draft_into_a_dead_end_is_refused_and_fails_no_turn(guides):
     """An EOS that a grammar names inside is never allowed, so nothing follows the `a` of `za`; `zc` is left."""
     grammar = Grammar.lark(f'start: "z" ("a" {toy.END} "b" | "c")')
     z, a, b, c = spelled("zabc")
@@ -171,7 +171,7 @@ def test_L5_forced_tokens_are_the_only_ones_that_the_masks_allow(guides, place):
     assert guides.forced(each.grammar, [*each.tokens, *forced]) == ()
 
 
-def test_C6_no_eos_is_forced_even_where_a_grammar_names_one(guides):
+def test_case_C6_no_eos_is_forced_even_where_a_grammar_names_one(guides):
     assert guides.forced(Grammar.lark(f'start: "a" {toy.END} "b"'), []) == tuple(spelled("a"))
 
 

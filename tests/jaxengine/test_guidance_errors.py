@@ -83,7 +83,7 @@ def test_L1_without_the_library_the_error_names_the_extra(monkeypatch):
 
 @pytest.mark.parametrize("token", [spelled("x")[0], *EOS, TOKENIZER.vocab_size, WIDTH - 1, -1])
 @pytest.mark.parametrize("length", [0, 1, 3])
-def test_C6_a_wrong_token_in_a_turn_is_a_permanent_error_of_that_cursor(token, length):
+def test_case_C6_a_wrong_token_in_a_turn_is_a_permanent_error_of_that_cursor(token, length):
     """C6, C17, L3: named by its place; the others go on, before and after it, and so does the turn without it."""
     guides = fresh()
     grammar = Grammar.regex("[a-c]*d")
@@ -100,7 +100,7 @@ def test_C6_a_wrong_token_in_a_turn_is_a_permanent_error_of_that_cursor(token, l
     )
 
 
-def test_C17_a_grammar_that_this_tokenizer_cannot_satisfy_is_a_permanent_error():
+def test_case_C17_a_grammar_that_this_tokenizer_cannot_satisfy_is_a_permanent_error():
     tokenizer = tokenizer_of(toy.metaspace)
     guides = fresh((), tokenizer, 100)
     for grammar in [Grammar.regex("a世b"), Grammar.regex("[世界]"), Grammar.lark('start: "a" <|nowhere|>')]:
@@ -114,7 +114,7 @@ def with_limits(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
     monkeypatch.setattr(guidance, "limits", lambda: small)
 
 
-def test_C17_a_limit_of_the_library_is_a_permanent_error_of_that_cursor(monkeypatch):
+def test_case_C17_a_limit_of_the_library_is_a_permanent_error_of_that_cursor(monkeypatch):
     hard, easy = Grammar.regex("[a-z]*x[a-z]{30}"), Grammar.regex("ab*")
     with_limits(monkeypatch, max_lexer_states=10)
     guides = fresh()
@@ -124,7 +124,7 @@ def test_C17_a_limit_of_the_library_is_a_permanent_error_of_that_cursor(monkeypa
     assert allowed(guides, easy) == set(spelled("a"))
 
 
-def test_C17_what_other_turns_made_of_a_grammar_fails_none(monkeypatch):
+def test_case_C17_what_other_turns_made_of_a_grammar_fails_none(monkeypatch):
     """The library counts the states that all turns of a grammar have met; here three turns together are too many."""
     grammar = Grammar.regex("a[b-y]{1,12}z|b[c-y]{1,12}a|c[d-y]{1,12}b")
     with_limits(monkeypatch, max_lexer_states=40)
@@ -137,7 +137,7 @@ def test_C17_what_other_turns_made_of_a_grammar_fails_none(monkeypatch):
     assert dropped
 
 
-def test_C17_a_huge_grammar_is_refused_soon_and_shortly():
+def test_case_C17_a_huge_grammar_is_refused_soon_and_shortly():
     """Left to itself the library panics here, after minutes."""
     names = {f"property_{number}": {"type": "integer"} for number in range(20_000)}
     with pytest.raises(ValueError, match=r"too (big|large)") as caught:
@@ -171,7 +171,7 @@ def test_L3_a_transient_failure_passes_through_and_leaves_nothing_damaged(monkey
         guides._forget(grammar)
 
 
-def test_C6_a_damaged_matcher_fails_none():
+def test_case_C6_a_damaged_matcher_fails_none():
     grammar = Grammar.regex("ab")
     guides = fresh()
     expected = allowed(guides, grammar, spelled("a"))

@@ -1,4 +1,4 @@
-"""Fifty JSON schemas on the demo model: what ends is valid, what is cut says so, faults change nothing (L1, C28)."""
+"""Fifty JSON schemas on the demo model: what ends is valid, what is cut says so, faults change nothing (L1, case C28)."""
 
 import contextlib
 import json
@@ -48,7 +48,7 @@ def model(demo_folder):
 
 @pytest.mark.demo
 @pytest.mark.slow
-def test_L1_C28_fifty_schemas_are_kept_or_say_that_they_were_cut(model):
+def test_L1_case_C28_fifty_schemas_are_kept_or_say_that_they_were_cut(model):
     texts, ends = run(model, SCHEMAS)
     reasons = {name: end.finish_reason for name, end in ends.items()}
     assert set(reasons.values()) <= {je.FinishReason.EOS, je.FinishReason.MAX_GENERATED_TOKENS}

@@ -102,7 +102,7 @@ def test_L5_forced_spans_run_in_one_step():
 @pytest.mark.parametrize(
     "sampling", [je.SamplingParams(temperature=0.0, logprobs=2), SAMPLED], ids=["greedy", "sampled"]
 )
-def test_L5_C28_limits_inside_a_forced_span_cut_it_where_plain_decoding_does(limit, sampling):
+def test_L5_case_C28_limits_inside_a_forced_span_cut_it_where_plain_decoding_does(limit, sampling):
     grammar, words = WORDS["forced"]
     job = Job((3, 1), grammar, limit, sampling)
     ((result,), engine) = serve([job])
@@ -235,7 +235,7 @@ def test_M3_L5_a_callers_drafts_are_verified_under_the_grammar():
         assert ENDED in events[-1].flags
 
 
-def test_M5_C6_an_end_inside_a_span_leaves_nothing_for_the_next_turn():
+def test_M5_case_C6_an_end_inside_a_span_leaves_nothing_for_the_next_turn():
     """EOS among the drafts ends the turn, and the grammar starts afresh behind it."""
     grammar, words = je.Grammar.regex("ab"), ("ab",)
     engine = je.Engine(MODEL, CONFIG)
@@ -252,7 +252,7 @@ def test_M5_C6_an_end_inside_a_span_leaves_nothing_for_the_next_turn():
     assert engine.metrics.drafted_tokens == 6
 
 
-def test_C28_a_stop_token_ends_a_turn_only_where_the_grammar_may_end():
+def test_case_C28_a_stop_token_ends_a_turn_only_where_the_grammar_may_end():
     """Else an answer that the grammar hasn't finished would look like a finished one."""
     stops = je.SamplingParams(temperature=0.0, stop_token_ids=ids("abc"))
     ended = set()

@@ -1,4 +1,4 @@
-"""Grammars that fail, for a moment or for good, cost whom they should, and bad ones never begin (L3, L4, C17)."""
+"""Grammars that fail, for a moment or for good, cost whom they should, and bad ones never begin (L3, L4, case C17)."""
 
 import dataclasses
 
@@ -68,7 +68,7 @@ def before_counters(control):
     return counters
 
 
-def test_L3_C17_a_mask_that_fails_too_often_ends_that_request_only():
+def test_L3_case_C17_a_mask_that_fails_too_often_ends_that_request_only():
     expected, _ = serve(BATCH)
     engine, requests = begun()
     limit = CONFIG.max_row_retries
@@ -128,7 +128,7 @@ BAD = [
 ]
 
 
-def test_L4_C17_bad_grammars_are_refused_while_good_ones_run():
+def test_L4_case_C17_bad_grammars_are_refused_while_good_ones_run():
     expected, _ = serve(BATCH)
     engine, requests = begun()
     events = []
@@ -147,7 +147,7 @@ UNSPELLABLE = {
 
 
 @pytest.mark.parametrize("kind", UNSPELLABLE)
-def test_L4_C17_a_grammar_that_the_tokenizer_cannot_spell_is_refused_at_once(kind):
+def test_L4_case_C17_a_grammar_that_the_tokenizer_cannot_spell_is_refused_at_once(kind):
     """For a request and for a turn; the engine and its other requests never notice."""
     grammar, reason = UNSPELLABLE[kind]
     expected, _ = serve(BATCH)

@@ -68,7 +68,7 @@ def test_K1_K5_the_batch_size_changes_nothing(llm, narrow):
 
 
 @pytest.mark.parametrize("form", ["generate", "chat"])
-def test_K5_C2_C4_a_completion_ends_before_its_stop_string(llm, form):
+def test_K5_case_C2_C4_a_completion_ends_before_its_stop_string(llm, form):
     prompt = [CHAT] if form == "chat" else PROMPTS[:1]
     run = getattr(llm, form)
     (plain,) = run(prompt, je.SamplingParams(logprobs=0), max_tokens=12)

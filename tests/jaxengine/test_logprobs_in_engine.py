@@ -77,7 +77,7 @@ def test_K1_a_greedy_rows_sampling_logprobs_take_temperature_1():
 
 
 @pytest.mark.parametrize("stage", ["model", "sampling"])
-def test_C4_with_drafts_each_token_has_the_logprobs_that_it_has_without(stage):
+def test_case_C4_with_drafts_each_token_has_the_logprobs_that_it_has_without(stage):
     """Drafts that are right, then one that is not; the turn ends at its limit behind accepted ones."""
     sampling = je.SamplingParams(
         temperature=0.0, logprobs=5, logprobs_from=stage, frequency_penalty=0.25, repetition_penalty=1.25
@@ -90,7 +90,7 @@ def test_C4_with_drafts_each_token_has_the_logprobs_that_it_has_without(stage):
     assert drafted == plain
 
 
-def test_C4_a_turns_end_has_no_logprobs_of_its_own():
+def test_case_C4_a_turns_end_has_no_logprobs_of_its_own():
     tokens = continuation([3, 1], 2)
     sampling = je.SamplingParams(logprobs=2)
     _, _, events = alone(toy_model(eos=[tokens[1]]), Row([3, 1], sampling))

@@ -107,7 +107,7 @@ def test_K1_K3_a_row_of_a_static_batch_is_what_it_is_alone(rows):
 )
 @settings(max_examples=10)
 @pytest.mark.slow
-def test_K1_C4_drafts_change_no_row(rows, drafts, right):
+def test_K1_case_C4_drafts_change_no_row(rows, drafts, right):
     """Right drafts are those that the first row says, which the others mostly don't."""
     plain = [alone(TEXT, row) for row in rows]
     if right:
@@ -117,7 +117,7 @@ def test_K1_C4_drafts_change_no_row(rows, drafts, right):
     assert found == plain
 
 
-def test_C9_a_minimum_holds_off_every_end_and_ignoring_eos_keeps_stop_ids():
+def test_case_C9_a_minimum_holds_off_every_end_and_ignoring_eos_keeps_stop_ids():
     """Biases make both EOS and a stop id the likeliest tokens by far, one after the other."""
     bias = {1: 90.0, 2: 80.0, 5: 70.0}
     for least in (0, 1, 3):
@@ -138,7 +138,7 @@ def test_C9_a_minimum_holds_off_every_end_and_ignoring_eos_keeps_stop_ids():
     assert (tokens, events[-1].finish_reason) == ([3, 4], Reason.EOS)
 
 
-def test_C9_the_folders_minimum_counts_the_prompt():
+def test_case_C9_the_folders_minimum_counts_the_prompt():
     model = toy_model(eos=EOS, search={"min_length": 6})
     sampling = je.SamplingParams(logit_bias={1: 90.0})
     for prompt, generated in (([3, 4], 4), ([3] * 5, 1), ([3] * 6, 0), ([3] * 9, 0)):
@@ -146,7 +146,7 @@ def test_C9_the_folders_minimum_counts_the_prompt():
         assert len(tokens) - len(prompt) == events[-1].usage.generated_tokens == generated
 
 
-def test_C9_masks_that_leave_nothing_end_that_turn_alone_with_a_sentence():
+def test_case_C9_masks_that_leave_nothing_end_that_turn_alone_with_a_sentence():
     sampling = je.SamplingParams(stop_token_ids=range(LETTERS), min_new_tokens=3)
     with je.Engine(MODEL, dataclasses.replace(SMALL, failure_policy="isolate")) as engine:
         lost, other = engine.create_request(je.RequestOptions(sampling=sampling)), engine.create_request()
@@ -182,7 +182,7 @@ def narrow(letters):
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 50.0])
 @pytest.mark.parametrize("top_k", [0, 3])
 @pytest.mark.parametrize("grammar", [None, je.Grammar.regex("[a-i]{1,6}")])
-def test_C10_ids_without_a_token_are_never_chosen(temperature, top_k, grammar):
+def test_case_C10_ids_without_a_token_are_never_chosen(temperature, top_k, grammar):
     """Their logits are the highest by far, and the model's own logprobs say so."""
     sampling = je.SamplingParams(
         temperature=temperature, top_k=top_k, seed=1, logit_bias={20: 1e30, 12: 1e30}, logprobs=20
@@ -249,7 +249,7 @@ def test_K6_settings_are_snapshots():
     assert outcome(state, request_id, events)[0] == [3, *[7] * 8]
 
 
-def test_K1_C13_penalties_count_this_turns_output_only():
+def test_K1_case_C13_penalties_count_this_turns_output_only():
     """A presence penalty that outweighs everything: tokens of a turn differ, those of the next may come again."""
     sampling = je.SamplingParams(presence_penalty=2.0, frequency_penalty=2.0, ignore_eos=True)
     turns = served([([3], None), ([4], None)], sampling)

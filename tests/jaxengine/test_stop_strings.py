@@ -48,7 +48,7 @@ def matching(draw):
 
 @given(case=matching(), drop=st.sets(st.integers(0, 12), max_size=3), drafts=st.booleans())
 @settings(max_examples=40)
-def test_K5_C2_C4_everything_ends_at_the_token_that_completes_a_match(case, drop, drafts):
+def test_K5_case_C2_C4_everything_ends_at_the_token_that_completes_a_match(case, drop, drafts):
     """With steps that fail or run in vain, and with drafts of which all, some or none are right."""
     prompt, stop = case
     tokens = continuation(prompt, LIMIT)
@@ -70,7 +70,7 @@ def test_K5_C2_C4_everything_ends_at_the_token_that_completes_a_match(case, drop
         assert found == alone(MODEL, row)
 
 
-def test_C2_a_stop_that_comes_piece_by_piece_is_never_shown():
+def test_case_C2_a_stop_that_comes_piece_by_piece_is_never_shown():
     tokens = continuation(DISTINCT, 6)
     text = DECODE(tokens)
     _, _, events = alone(MODEL, Row(DISTINCT, stopping(text[2:5]), LIMIT))
@@ -114,7 +114,7 @@ def test_K5_A9_a_turn_after_a_stop_begins_a_new_text():
 
 
 @pytest.mark.parametrize("how", ["cancel", "fail"])
-def test_A8_C2_a_turn_that_is_cut_shows_what_was_held_back(how):
+def test_A8_case_C2_a_turn_that_is_cut_shows_what_was_held_back(how):
     """All of a turn's texts joined are its text, so the terminal event has what could have become a stop."""
     tokens = continuation([3, 1], 3)
     text = DECODE(tokens)
@@ -148,7 +148,7 @@ def test_A8_a_cancelled_turns_text_is_not_shown_again():
 
 @given(prompt=PROMPTS, seed=st.integers(0, 9))
 @settings(max_examples=15)
-def test_K5_C18_without_a_stop_the_texts_joined_are_the_tokens_decoded(prompt, seed):
+def test_K5_case_C18_without_a_stop_the_texts_joined_are_the_tokens_decoded(prompt, seed):
     sampling = je.SamplingParams(temperature=8.0, seed=seed, stop=["zz", ".z"])
     sequence, _, events = alone(MODEL, Row(prompt, sampling, LIMIT))
     if not events[-1].stop:

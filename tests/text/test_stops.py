@@ -101,7 +101,7 @@ def first_match(texts: list[str], wanted: tuple[str, ...]) -> tuple[int, int, st
 
 @every_kind
 @given(data=st.data())
-def test_K5_C2_C18_pieces_joined_are_the_text_before_the_match(kind, data):
+def test_K5_case_C2_C18_pieces_joined_are_the_text_before_the_match(kind, data):
     """Joined pieces, the stop string and the number of tokens are those of a search over whole texts."""
     tokenizer = TOKENIZERS[kind]
     ids, wanted = data.draw(cases(kind))
@@ -121,7 +121,7 @@ def test_K5_C2_C18_pieces_joined_are_the_text_before_the_match(kind, data):
 
 @every_kind
 @given(data=st.data())
-def test_K5_C18_one_stop_string_cuts_the_library_s_text_at_its_first_place(kind, data):
+def test_K5_case_C18_one_stop_string_cuts_the_library_s_text_at_its_first_place(kind, data):
     """With one stop string, tokens play no part: the text is what stands before it in the text decoded at once."""
     words = st.sampled_from(["a", "b", " ", "the", "Hello", "世界", "é", "😀", "\ufffd"])
     ids = BACKENDS[kind].encode("".join(data.draw(st.lists(words))), add_special_tokens=False).ids
@@ -152,7 +152,7 @@ def test_K5_of_one_byte_tokens_the_match_that_ends_first_wins(text, wanted):
 
 @every_kind
 @given(data=st.data())
-def test_K5_C2_after_each_token_exactly_what_can_still_become_a_stop_is_held(kind, data):
+def test_K5_case_C2_after_each_token_exactly_what_can_still_become_a_stop_is_held(kind, data):
     """Held is the longest end of the text that begins a stop string, and no released character is in a match."""
     tokenizer = TOKENIZERS[kind]
     ids, wanted = data.draw(cases(kind))
@@ -191,7 +191,7 @@ def test_K5_states_are_values(kind, data):
 
 @every_kind
 @given(data=st.data())
-def test_C2_what_is_kept_doesn_t_grow_with_the_text(kind, data):
+def test_case_C2_what_is_kept_doesn_t_grow_with_the_text(kind, data):
     """A text repeated keeps at most one character less than the longest stop string, and at most three bytes."""
     ids, wanted = data.draw(cases(kind))
     longest = max(map(len, wanted), default=1)
@@ -202,7 +202,7 @@ def test_C2_what_is_kept_doesn_t_grow_with_the_text(kind, data):
         assert len(state.stream.incomplete) <= 3
 
 
-def test_C2_a_token_late_in_a_text_costs_what_an_early_one_does():
+def test_case_C2_a_token_late_in_a_text_costs_what_an_early_one_does():
     """After 1000 rounds the state is the one after 10, and it is all that the next token looks at."""
     states = []
     for rounds in (10, 1000):
@@ -245,12 +245,12 @@ def pieces_of(wanted: tuple[str, ...], *words: str) -> tuple[list[str], str | No
         ((), ("a", "b"), (["a", "b"], None, "")),
     ],
 )
-def test_C2_where_a_stop_ends_and_what_waits_for_it(wanted, words, expected):
+def test_case_C2_where_a_stop_ends_and_what_waits_for_it(wanted, words, expected):
     assert pieces_of(wanted, *words) == expected
 
 
 @pytest.mark.parametrize("place", [2, 5])
-def test_C4_of_several_accepted_tokens_those_after_the_stop_are_not_looked_at(place):
+def test_case_C4_of_several_accepted_tokens_those_after_the_stop_are_not_looked_at(place):
     """Six tokens of one step, the stop at the third or last place: it is found there, with the text before."""
     words = ["10", "11", "20", "21", "22"]
     words.insert(place, "STOP")
@@ -260,7 +260,7 @@ def test_C4_of_several_accepted_tokens_those_after_the_stop_are_not_looked_at(pl
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
-def test_K5_C18_an_incomplete_character_is_no_replacement_character(kind):
+def test_K5_case_C18_an_incomplete_character_is_no_replacement_character(kind):
     """Cut inside a character the text ends in U+FFFD and no stop; a U+FFFD that it holds is one."""
     tokenizer = TOKENIZERS[kind]
     pieces, stop, state = run(tokenizer, ("\ufffd",), bytes_of(kind, "a世")[:-1])
@@ -271,13 +271,13 @@ def test_K5_C18_an_incomplete_character_is_no_replacement_character(kind):
     assert (pieces, stop) == (["a", "", "", ""], "\ufffd")
 
 
-def test_K5_C18_held_text_and_an_incomplete_character_come_out_in_order_at_the_end():
+def test_K5_case_C18_held_text_and_an_incomplete_character_come_out_in_order_at_the_end():
     ids = bytes_of("byte_level", "xa世")[:-1]
     pieces, stop, state = run(BYTE_LEVEL, ("ab",), ids)
     assert ("".join(pieces), stop, stops.finish(BYTE_LEVEL, state)) == ("x", None, "a\ufffd")
 
 
-def test_K5_C18_a_stop_after_a_partial_character_is_found():
+def test_K5_case_C18_a_stop_after_a_partial_character_is_found():
     """Bytes that turn out to be no character are U+FFFD before the stop, as in the whole text."""
     ids = [*bytes_of("byte_level", "世")[:2], *bytes_of("byte_level", "END")]
     pieces, stop, _ = run(BYTE_LEVEL, ("END",), ids)
