@@ -71,7 +71,8 @@ def require_optional(state: je.EngineState) -> je.StepPlan:
     # Prefills grow up to what drafts leave of the budget.
     own, prefill = plan.num_tokens - plan.num_drafts, plan.is_prefill
     assert np.array_equal(own[~prefill], bare.num_tokens[~prefill])
-    assert (own >= 1).all() and (own <= bare.num_tokens).all()
+    assert (own >= 1).all()
+    assert (own <= bare.num_tokens).all()
     assert own.sum() + plan.num_drafts.sum() >= bare.total_tokens
     assert (plan.num_drafts[plan.is_prefill] == 0).all()
     assert (plan.num_reserved >= bare.num_reserved).all()

@@ -1,4 +1,4 @@
-"""Whatever is proposed, a turn says what it says alone and without drafts, bit for bit (M2 to M5, cases C4, C15, C26)."""
+"""Whatever is proposed, a turn says what it says alone without drafts, bit for bit (M2 to M5, cases C4, C15, C26)."""
 
 import dataclasses
 

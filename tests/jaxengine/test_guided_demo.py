@@ -1,4 +1,4 @@
-"""Fifty JSON schemas on the demo model: what ends is valid, what is cut says so, faults change nothing (L1, case C28)."""
+"""JSON schemas on the demo model: what ends is valid, what is cut says so, faults change nothing (L1, case C28)."""
 
 import contextlib
 import json
@@ -48,12 +48,14 @@ def model(demo_folder):
 
 @pytest.mark.demo
 @pytest.mark.slow
-def test_L1_case_C28_fifty_schemas_are_kept_or_say_that_they_were_cut(model):
-    texts, ends = run(model, SCHEMAS)
+def test_L1_case_C28_schemas_are_kept_or_say_that_they_were_cut(model, thorough):
+    """Every fifth; with `--thorough` all fifty."""
+    chosen = list(SCHEMAS)[:: 1 if thorough else 5]
+    texts, ends = run(model, chosen)
     reasons = {name: end.finish_reason for name, end in ends.items()}
     assert set(reasons.values()) <= {je.FinishReason.EOS, je.FinishReason.MAX_GENERATED_TOKENS}
     done = [name for name, reason in reasons.items() if reason == je.FinishReason.EOS]
-    assert len(done) >= 30
+    assert len(done) >= 0.6 * len(chosen)
     for name in done:
         jsonschema.validate(json.loads(texts[name]), SCHEMAS[name])
     for name in reasons.keys() - set(done):
