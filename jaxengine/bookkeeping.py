@@ -213,7 +213,7 @@ def _with_tokens(control: Control, index: np.ndarray, settled: Settled) -> Contr
 def _with_carried(control: Control, index: np.ndarray, settled: Settled) -> Control:
     """Keeps where texts stand, and proposes what follows, as far as the limits leave room for it."""
     requests = control.requests
-    going_on = np.unique(settled.row[settled.reason == FinishReason.NONE])
+    going_on = np.setdiff1d(settled.row, settled.row[settled.reason != FinishReason.NONE])
     proposing = going_on[requests.traits[index[going_on]] & Traits.PROPOSES > 0]
     if not (settled.texts or settled.forced or settled.scores or len(proposing)):
         return control

@@ -65,12 +65,13 @@ def require_optional(state: je.EngineState) -> je.StepPlan:
     for row in np.flatnonzero(control.requests.num_drafts):
         control = with_drafts(control, int(row), ())
     bare = je.plan_step(state.replace(control=control))  # type: ignore[attr-defined]
-    for name in ("index", "past", "is_prefill", "is_new", "samples", "places", "unserviceable", "evicted"):
+    for name in ("index", "past", "is_prefill", "is_new", "places", "unserviceable", "evicted"):
         assert np.array_equal(getattr(plan, name), getattr(bare, name)), name
     assert (plan.outcome, plan.deferred) == (bare.outcome, bare.deferred)
     # Prefills grow up to what drafts leave of the budget.
     own, prefill = plan.num_tokens - plan.num_drafts, plan.is_prefill
     assert np.array_equal(own[~prefill], bare.num_tokens[~prefill])
+    assert np.array_equal(plan.samples[~prefill], bare.samples[~prefill])
     assert (own >= 1).all()
     assert (own <= bare.num_tokens).all()
     assert own.sum() + plan.num_drafts.sum() >= bare.total_tokens
