@@ -7,17 +7,20 @@ the host while the device makes the logits.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from jaxengine.carried import Carried, Traits, Turn
 from jaxengine.errors import RequestFailure, RetryableStepError
+from jaxengine.events import FinishReason
 from jaxengine.guidance import Cursor, GuidanceError, Guides
 from jaxengine.planning import StepPlan
 from jaxengine.programs import Bucket, padded, power_of_two
 from jaxengine.sampling import Edits, SamplingRows
+from jaxengine.settling import Settled
 from jaxengine.state import Control
 
 _SHORTEST_HISTORY, _FEWEST_BIASES = 64, 16
@@ -39,40 +42,6 @@ def sampling_rows(control: Control, plan: StepPlan, bucket: Bucket) -> SamplingR
         seed=padded(requests.seed[index], bucket.logits),
         position=padded(position.astype(np.int32), bucket.logits),
     )
-
-
-class Reports(NamedTuple):
-    """Which log-probabilities rows of logits give, padded to the bucket.
-
-    Attributes:
-        processed: bool[rows], whether of the distribution drawn from.
-        targets: int32[rows], of which token; -1 for the chosen one.
-    """
-
-    processed: np.ndarray
-    targets: np.ndarray
-
-
-def reports_of(control: Control, plan: StepPlan, bucket: Bucket) -> Reports | None:
-    """Which log-probabilities a plan's rows of logits give; None if nobody asks for any."""
-    traits = control.requests.traits[plan.index]
-    wanted = np.flatnonzero(traits & (Traits.LOGPROBS * plan.samples | Traits.SCORED * plan.is_prefill))
-    if len(wanted) == 0:
-        return None
-    processed, targets = np.zeros(bucket.logits, bool), np.full(bucket.logits, -1, np.int32)
-    starts = np.cumsum(plan.num_logits) - plan.num_logits
-    for i in wanted:
-        turn = _turn(control, plan, int(i))
-        first, last = int(starts[i]), int(plan.first_choice[i])
-        processed[last : last + 1 + plan.num_drafts[i]] = turn.sampling.asked.logprobs_from == "sampling"
-        end = int(plan.past[i] + plan.num_tokens[i])
-        # Behind the last token of the input a token is chosen; behind each of the others stands the next one.
-        scoring = int(plan.num_logits[i]) - (end >= turn.stop)
-        if traits[i] & Traits.SCORED and scoring > 0:
-            behind = end - int(plan.num_logits[i])
-            following = control.tokens.read(int(plan.index[i]), behind + 1, behind + 1 + scoring)
-            targets[first : first + scoring] = following
-    return Reports(processed, targets)
 
 
 def edits_of(control: Control, plan: StepPlan, bucket: Bucket, guides: Guides | None) -> Edits | None:
@@ -226,3 +195,23 @@ def _set(mask: np.ndarray, tokens: Iterable[int]) -> None:
 def _clear(mask: np.ndarray, tokens: Iterable[int]) -> None:
     for token in tokens:
         mask[token // 32] &= ~np.uint32(1 << token % 32)
+
+
+def with_forced(control: Control, plan: StepPlan, settled: Settled, guides: Guides | None) -> Settled:
+    """Adds the tokens that grammars force next; they follow as drafts. A grammar that can't go on is met later.
+
+    Raises:
+        RetryableStepError: They could not be had for now.
+    """
+    forced = {}
+    for i in np.flatnonzero(control.requests.traits[plan.index] & Traits.GUIDED):
+        new = settled.token[settled.row == i]
+        if len(new) == 0 or settled.reason[settled.row == i][-1] != FinishReason.NONE:
+            continue
+        row = plan.index[i]
+        length, generated = int(control.requests.length[row]), int(control.requests.generated[row])
+        output = np.append(control.tokens.read(row, length - generated, length), new)
+        assert guides is not None
+        with contextlib.suppress(GuidanceError), mask_failures_of(int(plan.request_ids[i])):
+            forced[int(i)] = guides.forced(control.requests.carried[row].turn.grammar, output)
+    return dataclasses.replace(settled, forced=forced)

@@ -8,7 +8,6 @@ whose class says what it costs.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from types import TracebackType
 
@@ -18,7 +17,7 @@ import numpy as np
 
 from jaxengine.bookkeeping import next_control
 from jaxengine.carried import Traits
-from jaxengine.choosing import Reports, edits_of, mask_failures_of, reports_of, sampling_rows
+from jaxengine.choosing import edits_of, sampling_rows, with_forced
 from jaxengine.errors import (
     ContractError,
     ExecutionCapacityError,
@@ -28,16 +27,12 @@ from jaxengine.errors import (
     StepError,
     StoreLostError,
 )
-from jaxengine.events import (
-    EventRecord,
-    FinishReason,
-    TokenLogprobs,
-)
+from jaxengine.events import EventRecord
 from jaxengine.faults import Stage, reach
-from jaxengine.guidance import GuidanceError, Guides
 from jaxengine.model import Model, require_model
 from jaxengine.planning import StepOutcome, StepPlan, plan_step
 from jaxengine.programs import (
+    Bucket,
     Destinations,
     ForwardResult,
     Programs,
@@ -47,7 +42,7 @@ from jaxengine.programs import (
     pack,
     padded,
 )
-from jaxengine.sampling import Logprobs
+from jaxengine.reporting import reports_of, with_reports
 from jaxengine.sampling_params import MOST_LOGPROBS
 from jaxengine.settling import Settled, settle
 from jaxengine.sizing import ran_out_of_memory
@@ -168,11 +163,19 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
         _require_reservation(control, plan)
         require_room_in_rings(model.decoder.layers, store.pages, int(plan.num_tokens.max()))
         to = destinations(control, plan, bucket)
+    settled = _settled(model, control, plan, bucket, result.logits)
+    if drafted:
+        result, to = _accepted(model, plan, batch, result, to, settled)
+    return StagedStep(result, to, settled, model.programs)
+
+
+def _settled(model: Model, control: Control, plan: StepPlan, bucket: Bucket, logits: jax.Array) -> Settled:
+    """Chooses from the logits, and settles what the choices come to."""
     reach(Stage.MASKS)
     guided = bool((control.requests.traits[plan.index] & Traits.GUIDED).any())
     reports = reports_of(control, plan, bucket)
     choice = model.programs.choose(
-        result.logits,
+        logits,
         sampling_rows(control, plan, bucket),
         edits_of(control, plan, bucket, model.guides if guided else None),
         known_ids=control.facts.num_ids,
@@ -186,87 +189,30 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
     usable = np.asarray(choice.usable)[: len(row)] | ~plan.samples[row]
     # Nor do logits behind a draft matter before the draft is part of the sequence.
     settled = settle(control, plan, np.asarray(choice.tokens)[: len(row)], usable, model.tokenizer)
-    bad = np.flatnonzero(~usable[settled.place])
-    if len(bad):
-        culprits = tuple(int(i) for i in plan.request_ids[np.unique(settled.row[bad])])
-        names = ", ".join(map(str, culprits))
-        own = np.asarray(result.logits)[settled.place[bad]]
-        masked = np.isfinite(own[:, : control.facts.num_ids].max(axis=-1)) & ~np.isnan(own).any(axis=-1)
-        reason = (
-            f"the settings of request {names} leave no token to choose"
-            if masked.all()
-            else f"the logits of request {names} are not finite"
-        )
-        raise RetryableStepError(f"{reason}; the step was dropped", culprits)
+    _require_choices(control, plan, settled, usable, logits)
     reach(Stage.SAMPLE)
-    if drafted:
-        result, to = _accepted(model, plan, batch, result, to, settled)
-    if choice.logprobs is not None and reports is not None:
-        made: Logprobs = jax.tree.map(np.asarray, choice.logprobs)
-        settled = dataclasses.replace(
-            settled,
-            logprobs=_logprobs(control, plan, settled, made),
-            scores=_scores(control, plan, reports, made),
-        )
-    if guided:
-        settled = dataclasses.replace(settled, forced=_forced(control, plan, settled, model.guides))
-    return StagedStep(result, to, settled, model.programs)
+    if reports is not None and choice.logprobs is not None:
+        settled = with_reports(control, plan, settled, reports, choice.logprobs)
+    return with_forced(control, plan, settled, model.guides) if guided else settled
 
 
-def _logprobs(control: Control, plan: StepPlan, settled: Settled, made: Logprobs) -> dict[int, TokenLogprobs]:
-    """Those of the choices that are part of a turn which reports them."""
-    found = {}
-    for nth, (i, place) in enumerate(zip(settled.row, settled.place, strict=True)):
-        count = control.requests.carried[plan.index[i]].turn.sampling.asked.logprobs
-        if count is not None and not settled.ends[nth]:
-            found[nth] = _told(made, place, count)
-    return found
-
-
-def _scores(
-    control: Control, plan: StepPlan, reports: Reports, made: Logprobs
-) -> dict[int, tuple[TokenLogprobs | None, ...]]:
-    """Of the next tokens of the inputs of turns that report them; None for those that nothing here predicts."""
-    found: dict[int, tuple[TokenLogprobs | None, ...]] = {}
-    starts = np.cumsum(plan.num_logits) - plan.num_logits
-    for i in np.flatnonzero((control.requests.traits[plan.index] & Traits.SCORED > 0) & plan.is_prefill):
-        carried = control.requests.carried[plan.index[i]]
-        places = range(int(starts[i]), int(starts[i] + plan.num_logits[i]))
-        scored = [place for place in places if reports.targets[place] >= 0]
-        if not scored:
-            continue
-        first = int(plan.past[i] + plan.num_tokens[i] - plan.num_logits[i]) + 1
-        unknown = first - carried.turn.start - len(carried.scores)
-        count = carried.turn.sampling.asked.prompt_logprobs
-        found[int(i)] = (*(None,) * unknown, *(_told(made, place, count) for place in scored))
-    return found
-
-
-def _told(made: Logprobs, place: int, count: int) -> TokenLogprobs:
-    top = zip(made.ids[place, :count].tolist(), made.values[place, :count].tolist(), strict=True)
-    return TokenLogprobs(float(made.chosen[place]), tuple(top))
-
-
-def _forced(
-    control: Control, plan: StepPlan, settled: Settled, guides: Guides | None
-) -> dict[int, tuple[int, ...]]:
-    """The tokens that the grammars of rows force next; they follow as drafts. A grammar that can't go on is met later.
-
-    Raises:
-        RetryableStepError: They could not be had for now.
-    """
-    forced = {}
-    for i in np.flatnonzero(control.requests.traits[plan.index] & Traits.GUIDED):
-        new = settled.token[settled.row == i]
-        if len(new) == 0 or settled.reason[settled.row == i][-1] != FinishReason.NONE:
-            continue
-        row = plan.index[i]
-        length, generated = int(control.requests.length[row]), int(control.requests.generated[row])
-        output = np.append(control.tokens.read(row, length - generated, length), new)
-        assert guides is not None
-        with contextlib.suppress(GuidanceError), mask_failures_of(int(plan.request_ids[i])):
-            forced[int(i)] = guides.forced(control.requests.carried[row].turn.grammar, output)
-    return forced
+def _require_choices(
+    control: Control, plan: StepPlan, settled: Settled, usable: np.ndarray, logits: jax.Array
+) -> None:
+    """Raises `RetryableStepError` if a choice that counts could not be made."""
+    bad = np.flatnonzero(~usable[settled.place])
+    if len(bad) == 0:
+        return
+    culprits = tuple(int(i) for i in plan.request_ids[np.unique(settled.row[bad])])
+    names = ", ".join(map(str, culprits))
+    own = np.asarray(logits)[settled.place[bad]]
+    masked = np.isfinite(own[:, : control.facts.num_ids].max(axis=-1)) & ~np.isnan(own).any(axis=-1)
+    reason = (
+        f"the settings of request {names} leave no token to choose"
+        if masked.all()
+        else f"the logits of request {names} are not finite"
+    )
+    raise RetryableStepError(f"{reason}; the step was dropped", culprits)
 
 
 _OUTSIDE = np.iinfo(np.int32).max
