@@ -1,7 +1,4 @@
-"""References where ONNX Runtime doesn't run a file as it says: packed exports, and experts of 8 bits.
-
-Packed exports don't run on a CPU; two-dimensional ones are changed to match. Experts of 8 bits are multiplied by
-activations rounded to 8 bits; so the reference gets them in float32.
+"""References of packed exports, which ONNX Runtime doesn't run on a CPU: two-dimensional ones, changed to match.
 
 And the tolerance for them, from the number format and the depth. Every number that such a decoder reads or makes is
 rounded to p significant bits, 11 in float16 and 8 in bfloat16, which changes it by a share of at most 2**-p. How far
@@ -35,12 +32,7 @@ def reference_folder(root: Path, form: str, family: str, temporary: Path) -> Pat
     value. So their codes and scales take the place of those in the two-dimensional file.
     """
     if not is_packed(form):
-        proto = onnx.load(root / form / family / "model.onnx")
-        return (
-            _written(root / form / family, temporary / "floats", proto)
-            if _in_float(proto)
-            else root / form / family
-        )
+        return root / form / family
     if "int4" not in form:
         return root / "cpu-fp32" / family
     return _with_codes(root / "cpu-int4" / family, root / form / family, temporary / "codes")
@@ -103,34 +95,6 @@ def _floats(proto: onnx.ModelProto) -> set[str]:
         # Nothing is inferred of operators of other domains, which make float32 only.
         if name and name not in states and (node.domain or kinds.get(name) == onnx.TensorProto.FLOAT)
     }
-
-
-def _in_float(proto: onnx.ModelProto) -> bool:
-    """Turn each QMoE of symmetric 8-bit blocks into the MoE of the same weights; returns whether there was one."""
-    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
-    found = False
-    for node in proto.graph.node:
-        values = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
-        if node.op_type != "QMoE" or values["expert_weight_bits"] != 8:
-            continue
-        found = True
-        assert not any(node.input[8:]), "zero points and third matrices aren't expected"
-        for codes, scales in ((node.input[2], node.input[3]), (node.input[5], node.input[6])):
-            steps = np.repeat(onnx.numpy_helper.to_array(tensors[scales]), values["block_size"], axis=2)
-            # Eight bits without zero points are centred at 128.
-            exact = (onnx.numpy_helper.to_array(tensors[codes]).astype(np.float32) - 128) * steps
-            tensors[codes].CopyFrom(onnx.numpy_helper.from_array(exact, codes))
-        inputs = [name for index, name in enumerate(node.input[:8]) if index not in (3, 6)]
-        kept = [
-            item
-            for item in node.attribute
-            if item.name not in ("expert_weight_bits", "block_size", "use_sparse_mixer")
-        ]
-        del node.input[:], node.attribute[:]
-        node.input.extend(inputs)
-        node.attribute.extend(kept)
-        node.op_type = "MoE"
-    return found
 
 
 def _with_codes(source: Path, packed: Path, target: Path) -> Path:

@@ -1,6 +1,7 @@
 """ONNX Runtime as a reference: the logits of a folder's own file, its inputs filled by what the graph says of them."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,7 @@ def reference_logits(
 def _runnable(folder: onnx_import.ModelFolder) -> onnx.ModelProto:
     """The folder's graph, changed where ONNX Runtime would round more than the graph says, or refuses what it says."""
     proto = onnx.load(str(folder.graph.file), load_external_data=False)
+    _put_experts_in_float(proto, folder.graph.file.parent)
     positions, row = folder.manifest.position_ids, "jaxengine/one_row_of_positions"
     three_rows = len(folder.graph.inputs.get(positions, (None, ()))[1]) == 3
     used = False
@@ -80,6 +82,35 @@ def _runnable(folder: onnx_import.ModelFolder) -> onnx.ModelProto:
         proto.graph.initializer.append(zero)
         proto.graph.node.insert(0, onnx.helper.make_node("Gather", [positions, zero.name], [row], axis=0))
     return proto
+
+
+def _put_experts_in_float(proto: onnx.ModelProto, folder: Path) -> None:
+    """Turns each QMoE of 8-bit blocks into the MoE of the same weights, since ONNX Runtime rounds its activations.
+
+    The float32 weights come to lie in the graph. One with zero points or three matrices stays as it is. `folder` holds
+    the external data.
+    """
+    tensors = {tensor.name: tensor for tensor in proto.graph.initializer}
+    for node in proto.graph.node:
+        values = {item.name: onnx.helper.get_attribute_value(item) for item in node.attribute}
+        if node.op_type != "QMoE" or values.get("expert_weight_bits") != 8 or any(node.input[8:]):
+            continue
+        for codes, scales in ((node.input[2], node.input[3]), (node.input[5], node.input[6])):
+            held, steps = (onnx.numpy_helper.to_array(tensors[name], str(folder)) for name in (codes, scales))
+            if steps.ndim == 2:
+                steps = steps[..., None]
+            # Eight bits without zero points are centred at 128.
+            exact = (held.astype(np.float32) - 128) * np.repeat(
+                steps, held.shape[2] // steps.shape[2], axis=2
+            )
+            tensors[codes].CopyFrom(onnx.numpy_helper.from_array(exact.astype(np.float32), codes))
+        dropped = ("expert_weight_bits", "block_size", "use_sparse_mixer")
+        kept = [item for item in node.attribute if item.name not in dropped]
+        inputs = [name for place, name in enumerate(node.input[:8]) if place not in (3, 6)]
+        del node.input[:], node.attribute[:]
+        node.input.extend(inputs)
+        node.attribute.extend(kept)
+        node.op_type = "MoE"
 
 
 def _slots(folder: onnx_import.ModelFolder, cache: str) -> int:
