@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxengine.carried import Traits
+from jaxengine.carried import Traits, next_scored
 from jaxengine.events import TokenLogprobs
 from jaxengine.planning import StepPlan
 from jaxengine.programs import Bucket
@@ -41,13 +41,13 @@ def reports_of(control: Control, plan: StepPlan, bucket: Bucket) -> Reports | No
         turn = control.requests.carried[plan.index[i]].turn
         first, last = int(starts[i]), int(plan.first_choice[i])
         processed[last : last + 1 + plan.num_drafts[i]] = turn.sampling.asked.logprobs_from == "sampling"
-        end = int(plan.past[i] + plan.num_tokens[i])
-        # Behind the last token of the input a token is chosen; behind each of the others stands the next one.
-        scoring = int(plan.num_logits[i]) - (end >= turn.stop)
-        if traits[i] & Traits.SCORED and scoring > 0:
-            behind = end - int(plan.num_logits[i])
-            following = control.tokens.read(int(plan.index[i]), behind + 1, behind + 1 + scoring)
-            targets[first : first + scoring] = following
+        if traits[i] & Traits.SCORED and plan.is_prefill[i]:
+            # What is run again is scored already, and may be another turn's.
+            end = int(plan.past[i] + plan.num_tokens[i])
+            predicts = end - int(plan.num_logits[i]) + 1
+            low = max(predicts, next_scored(control.requests.carried[plan.index[i]]))
+            scored = control.tokens.read(int(plan.index[i]), low, max(low, min(end + 1, turn.stop)))
+            targets[first + low - predicts :][: len(scored)] = scored
     return Reports(processed, targets)
 
 
@@ -85,8 +85,8 @@ def _scores(
         scored = [place for place in places if reports.targets[place] >= 0]
         if not scored:
             continue
-        first = int(plan.past[i] + plan.num_tokens[i] - plan.num_logits[i]) + 1
-        unknown = first - carried.turn.start - len(carried.scores)
+        predicts = int(plan.past[i] + plan.num_tokens[i] - plan.num_logits[i]) + 1
+        unknown = predicts + scored[0] - places[0] - carried.turn.start - len(carried.scores)
         count = carried.turn.sampling.asked.prompt_logprobs
         found[int(i)] = (*(None,) * unknown, *(_told(made, place, count) for place in scored))
     return found

@@ -95,6 +95,31 @@ def test_K1_a_prompt_that_gives_way_is_scored_once():
         assert [score is None for score in found[0]] == [True] + [False] * 11
 
 
+def test_K1_what_a_cancelled_turn_left_to_run_is_not_scored():
+    """It is run in pieces in front of the next turn's input, whose scores begin with that input."""
+    left, tokens = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9], [3, 4, 5, 6]
+    with je.Engine(MODEL, dataclasses.replace(SMALL, chunk_size=4)) as engine:
+        request = engine.create_request(je.RequestOptions(sampling=SCORED))
+        request.cancel_turn(request.begin_turn(left))
+        engine.run()
+        found = scores_of(turn(engine, request, tokens))
+    expected = [logprob([*left, *tokens[:nth]], token) for nth, token in enumerate(tokens)]
+    assert [score.chosen for score in found] == pytest.approx(expected, abs=1e-4)
+
+
+def test_K1_M3_drafts_leave_the_logprobs_of_a_turn_whose_prompt_is_scored():
+    sampling = dataclasses.replace(SCORED, logprobs=1)
+    found = []
+    for drafts in ([], [27, 27, 27]):
+        with je.Engine(MODEL, SMALL) as engine:
+            request = engine.create_request(je.RequestOptions(sampling=sampling))
+            request.begin_turn([3, 1], je.TurnOptions(6))
+            events = engine.run()
+            request.set_draft_tokens(drafts)
+            found.append([event.logprobs for event in [*events, *request.stream()]])
+    assert found[0] == found[1]
+
+
 def test_K1_prompts_are_scored_in_pieces_that_bound_the_logits():
     model = toy_model(context_length=200)
     config = je.EngineConfig(max_batch_size=2, max_scheduled_tokens=256, num_blocks=64, block_size=4)
