@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, get_args
@@ -21,7 +22,10 @@ def require_number(label: str, value: object, low: float, high: float) -> float:
     """Returns `value` as a float; raises TypeError if it is no number, ValueError outside [low, high]."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{label} is {value!r}; give a number")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf if value > 0 else -math.inf
     if not low <= number <= high:
         raise ValueError(f"{label} is {number}; give a finite value from {low} to {high}")
     return number

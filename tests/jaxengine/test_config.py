@@ -95,6 +95,8 @@ def test_T2_every_setting_of_an_engine_is_checked(name):
     [
         ("temperature", -0.1, ValueError, "from 0.0"),
         ("temperature", float("nan"), ValueError, "from 0.0"),
+        ("temperature", 10**400, ValueError, "inf; give a finite value from 0.0"),
+        ("presence_penalty", -(10**400), ValueError, "inf; give a finite value from -2.0"),
         ("temperature", float("inf"), ValueError, "from 0.0"),
         ("temperature", 1e39, ValueError, "from 0.0"),
         ("temperature", "0.7", TypeError, "give a number"),
