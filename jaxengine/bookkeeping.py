@@ -228,7 +228,9 @@ def _with_carried(control: Control, index: np.ndarray, settled: Settled) -> Cont
     for i in proposing.tolist():
         tokens = control.tokens.read(index[i], 0, int(requests.length[index[i]]))
         # What a grammar forces is certain.
-        drafts[i] = drafts.get(i) or propose(carried[index[i]].proposer, tokens)
+        drafts[i] = drafts.get(i) or propose(
+            carried[index[i]].proposer, tokens, most_drafts(control, index[i])
+        )
     for i, proposed in drafts.items():
         row = index[i]
         kept = proposed[: most_drafts(control, row)]

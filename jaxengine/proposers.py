@@ -40,14 +40,17 @@ class NgramDrafts:
             )
 
 
-def propose(proposer: NgramDrafts, tokens: np.ndarray) -> tuple[int, ...]:
-    """Returns what followed the newest earlier place of the longest run that `tokens`, int32[n], end with."""
+def propose(proposer: NgramDrafts, tokens: np.ndarray, room: int) -> tuple[int, ...]:
+    """Returns what followed the newest earlier place of the longest run that `tokens`, int32[n], end with.
+
+    At most `room` drafts, whatever the proposer's own limit.
+    """
     for size in range(min(proposer.longest, len(tokens) - 1), proposer.shortest - 1, -1):
         runs = np.lib.stride_tricks.sliding_window_view(tokens[:-1], size)
         places = np.flatnonzero((runs == tokens[len(tokens) - size :]).all(axis=1))
         if len(places):
             follows = int(places[-1]) + size
             # A repetition that has just begun is taken to go on: where the text ends, it follows from there again.
-            nth = np.arange(proposer.most) % (len(tokens) - follows)
+            nth = np.arange(min(proposer.most, room)) % (len(tokens) - follows)
             return tuple(tokens[follows + nth].tolist())
     return ()

@@ -17,8 +17,9 @@ MODEL = toy_model()
     tokens=st.lists(st.integers(0, 2), max_size=14),
     most=st.integers(1, 6),
     sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)).map(sorted),
+    room=st.integers(0, 8),
 )
-def test_M6_proposes_what_followed_the_newest_place_of_the_longest_run(tokens, most, sizes):
+def test_M6_proposes_what_followed_the_newest_place_of_the_longest_run(tokens, most, sizes, room):
     shortest, longest = sizes
     expected = ()
     for size in range(longest, shortest - 1, -1):
@@ -32,15 +33,20 @@ def test_M6_proposes_what_followed_the_newest_place_of_the_longest_run(tokens, m
             expected = tuple(grown[len(tokens) :])
             break
     proposer = je.NgramDrafts(most=most, longest=longest, shortest=shortest)
-    assert propose(proposer, np.array(tokens, np.int32)) == expected
+    assert propose(proposer, np.array(tokens, np.int32), room) == expected[:room]
 
 
 def test_M6_what_repeats_itself_follows_again():
     tokens = np.array([9, 1, 2, 3, 4, 5, 1, 2, 3], np.int32)
-    assert propose(je.NgramDrafts(most=2), tokens) == (4, 5)
-    assert propose(je.NgramDrafts(most=8), tokens) == (4, 5, 1, 2, 3, 4, 5, 1)
-    assert propose(je.NgramDrafts(shortest=4), tokens) == ()
-    assert propose(je.NgramDrafts(most=3), np.array([7, 7, 7], np.int32)) == (7, 7, 7)
+    assert propose(je.NgramDrafts(most=2), tokens, 9) == (4, 5)
+    assert propose(je.NgramDrafts(most=8), tokens, 9) == (4, 5, 1, 2, 3, 4, 5, 1)
+    assert propose(je.NgramDrafts(shortest=4), tokens, 9) == ()
+    assert propose(je.NgramDrafts(most=3), np.array([7, 7, 7], np.int32), 9) == (7, 7, 7)
+
+
+def test_M6_however_many_are_asked_for_only_those_with_room_are_made():
+    tokens = np.array([9, 1, 2, 3, 4, 5, 1, 2, 3], np.int32)
+    assert propose(je.NgramDrafts(most=2**31 - 1), tokens, 3) == (4, 5, 1)
 
 
 @pytest.mark.parametrize(
