@@ -105,7 +105,8 @@ class LLM:
             sampling: How tokens are chosen, for every prompt alike; what is unset takes the folder's `search` value,
                 and without a seed each prompt takes its place in the list as one.
             max_tokens: Most *new* tokens a prompt. None sets no limit but the one on prompt and completion together;
-                0 generates nothing: each completion is empty and tells how many tokens the prompt has.
+                0 generates nothing: each completion is empty, and tells how many tokens the prompt has and its
+                logprobs where the sampling settings ask for them.
             grammar: What every completion follows.
             n: Completions a prompt, one behind the other in the result; with a seed, the next ones count up from it.
 
@@ -204,13 +205,38 @@ class LLM:
         options = RequestOptions(limit, SamplingParams() if sampling is None else sampling, grammar)
         self._require_servable(prompts, options, TurnOptions(max_tokens))
         if max_tokens == 0:
-            return [_scored(prompt) for prompt in prompts for _ in range(n)]
+            return [each for each in self._scored(prompts, options) for _ in range(n)]
+        return self._run(prompts, options, max_tokens, n)
+
+    def _run(
+        self, prompts: list[list[int]], options: RequestOptions, max_tokens: int | None, n: int
+    ) -> list[Completion]:
         batch = _Batch(self._engine, options, max_tokens, prompts, n)
         try:
             ended = batch.run(self.config.max_batch_size)
         finally:
             batch.close()
         return [self._completion(work, event) for work, event in zip(batch.works, ended, strict=True)]
+
+    def _scored(self, prompts: list[list[int]], options: RequestOptions) -> list[Completion]:
+        """Completions without a token. A prompt's logprobs come with a first choice, which is left out."""
+        asked = options.sampling.prompt_logprobs
+        empty = [
+            Completion(
+                tuple(prompt), (), "", FinishReason.MAX_GENERATED_TOKENS, Usage(prompt_tokens=len(prompt))
+            )
+            for prompt in prompts
+        ]
+        if asked is None:
+            return empty
+        sampling = SamplingParams(temperature=0.0, prompt_logprobs=asked)
+        found = self._run(prompts, RequestOptions(options.max_session_tokens, sampling), 1, 1)
+        return [
+            each
+            if each.finish_reason == FinishReason.FAILED
+            else dataclasses.replace(none, prompt_logprobs=each.prompt_logprobs)
+            for none, each in zip(empty, found, strict=True)
+        ]
 
     def _require_servable(self, prompts: list[list[int]], options: RequestOptions, turn: TurnOptions) -> None:
         """Begins each prompt's turn on the engine's state and drops the result: all its checks, and nothing run."""
@@ -327,12 +353,6 @@ def _seeded(options: RequestOptions, place: int, nth: int) -> RequestOptions:
     seed = options.sampling.seed
     seed = place if seed is None else (seed + nth) % 2**32
     return dataclasses.replace(options, sampling=dataclasses.replace(options.sampling, seed=seed))
-
-
-def _scored(prompt: list[int]) -> Completion:
-    """The completion of a prompt for which no token was asked."""
-    usage = Usage(prompt_tokens=len(prompt))
-    return Completion(tuple(prompt), (), "", FinishReason.MAX_GENERATED_TOKENS, usage)
 
 
 def _listed(name: str, values: object) -> list[Any]:

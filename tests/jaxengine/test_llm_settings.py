@@ -97,6 +97,17 @@ def test_K1_logprobs_come_one_a_token_and_only_where_asked_for(llm):
     assert (ended.token_ids, ended.logprobs) == ((), ())
 
 
+def test_K1_case_C16_a_prompt_is_scored_without_a_token(llm):
+    asked = je.SamplingParams(prompt_logprobs=2, temperature=1.0, stop=["a"])
+    found = llm.generate(PROMPTS, asked, max_tokens=0, grammar=je.Grammar.regex("[ab]"), n=2)
+    plain = llm.generate(PROMPTS, je.SamplingParams(prompt_logprobs=2), max_tokens=3)
+    assert [each.prompt_logprobs for each in found[::2]] == [each.prompt_logprobs for each in plain]
+    assert found[::2] == found[1::2]
+    for each in found:
+        assert (each.token_ids, each.text, each.usage.generated_tokens) == ((), "", 0)
+        assert each.finish_reason is je.FinishReason.MAX_GENERATED_TOKENS
+
+
 def test_L1_every_completion_follows_the_grammar(llm):
     warm = je.SamplingParams(temperature=1.5)
     found = llm.generate(PROMPTS, warm, max_tokens=20, grammar=je.Grammar.regex("[xyz]{3}"), n=2)
