@@ -116,12 +116,23 @@ def test_L1_every_completion_follows_the_grammar(llm):
     assert {each.finish_reason for each in found} == {je.FinishReason.EOS}
 
 
+@pytest.mark.parametrize("form", ["generate", "chat"])
+def test_M6_drafts_from_the_text_itself_change_no_completion(llm, form):
+    prompt = [CHAT] if form == "chat" else PROMPTS
+    run = getattr(llm, form)
+    plain = run(prompt, WARM, max_tokens=8)
+    before = llm._engine.metrics.drafted_tokens
+    assert run(prompt, WARM, max_tokens=8, proposer=je.NgramDrafts(shortest=1)) == plain
+    assert llm._engine.metrics.drafted_tokens > before
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
         ({"n": 0}, ValueError, "n is 0; give a value from 1 to 2147483647"),
         ({"n": "2"}, TypeError, "n is '2'; give an integer"),
         ({"n": True}, TypeError, "n is True; give an integer"),
+        ({"proposer": 3}, TypeError, "RequestOptions.proposer is 3; give an NgramDrafts"),
         ({"grammar": "[ab]"}, TypeError, r"RequestOptions.grammar is '\[ab\]'; give what Grammar"),
         (
             {"sampling": je.SamplingParams(stop_token_ids=[10**6])},
