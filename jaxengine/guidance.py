@@ -282,7 +282,7 @@ class Guides:
         if error is not None:
             raise error
         if matcher.is_error():
-            raise GuidanceError(f"the grammar can't go on: {one_line(matcher.get_error())}")
+            raise GuidanceError(one_line(matcher.get_error()))
         return result
 
 

@@ -22,11 +22,12 @@ def turn_of(
             raise ValueError(
                 f"SamplingParams.{name} names token {max(tokens)}; the vocabulary has ids up to {facts.vocab_size - 1}"
             )
-    for name, value in (("SamplingParams.stop", sampling.stop), ("a grammar", grammar)):
+    for name, value, remedy in (
+        ("SamplingParams.stop", sampling.stop, "use stop_token_ids instead"),
+        ("a grammar", grammar, "use a model with one"),
+    ):
         if value and not facts.has_text:
-            raise ValueError(
-                f"{name} needs text, but this model has no tokenizer; use stop_token_ids instead"
-            )
+            raise ValueError(f"{name} needs text, but this model has no tokenizer; {remedy}")
     eos = frozenset() if sampling.ignore_eos else facts.eos_token_ids
     if grammar is not None and not eos:
         raise ValueError(

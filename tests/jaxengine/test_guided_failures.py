@@ -154,13 +154,13 @@ def test_L4_case_C17_a_grammar_that_the_tokenizer_cannot_spell_is_refused_at_onc
     engine, requests = begun()
     events = engine.run()
     before = leaves(engine.state)
-    with pytest.raises(ValueError, match=f"can't be used with this model: .*{reason}"):
+    with pytest.raises(ValueError, match=f"can't be used with this model: {reason}"):
         engine.create_request(je.RequestOptions(grammar=grammar))
     assert_same(leaves(engine.state), before)
     events += rest(engine)
     assert [text_of(events, request) for request in requests] == [result.text for result in expected]
     before = leaves(engine.state)
-    with pytest.raises(ValueError, match=f"can't be used with this model: .*{reason}"):
+    with pytest.raises(ValueError, match=f"can't be used with this model: {reason}"):
         requests[2].begin_turn([1], je.TurnOptions(grammar=grammar))
     assert_same(leaves(engine.state), before)
 
@@ -187,7 +187,7 @@ def test_L3_L4_through_the_core_it_ends_its_own_turn(kind):
 @pytest.mark.parametrize(
     ("model", "sampling", "reason"),
     [
-        (toy_model(eos=(EOS,)), GREEDY, "no tokenizer"),
+        (toy_model(eos=(EOS,)), GREEDY, "has no tokenizer; use a model with one"),
         (toy_model(text=True), GREEDY, "ends with an EOS"),
         (MODEL, dataclasses.replace(GREEDY, ignore_eos=True), "ends with an EOS"),
     ],
