@@ -42,8 +42,8 @@ class Event:
             broken characters; empty where the model has no tokenizer. All of a turn's texts joined are its text.
         stop: The stop string that ended the turn, or empty.
         logprobs: Of the token, or None.
-        prompt_logprobs: Of each token of the turn's input, in the turn's first event, where they are asked for; None
-            for a token with nothing before it.
+        prompt_logprobs: Of each token of the turn's input, with the turn's first choice, where they are asked for; None
+            for a first token that nothing predicts: that of the sequence, and one behind an EOS.
     """
 
     request: Request | None

@@ -105,7 +105,7 @@ class LLM:
         Args:
             prompts: Texts, or lists of token ids; a single text counts as a list of one.
             sampling: How tokens are chosen, for every prompt alike; what is unset takes the folder's `search` value,
-                and without a seed each prompt takes its place in the list as one.
+                and without a seed each completion takes its place in the result as one.
             max_tokens: Most *new* tokens a prompt. None sets no limit but the one on prompt and completion together;
                 0 generates nothing: each completion is empty, and tells how many tokens the prompt has and its
                 logprobs where the sampling settings ask for them.

@@ -104,9 +104,9 @@ class SamplingParams:
             completes it.
         logprobs: Report the log-probability of each generated token and of so many of the likeliest; None reports none.
         prompt_logprobs: Report the same of each token of the turn's input, from the model's logits; its first token has
-            none where nothing comes before it.
+            none where nothing comes before it or an EOS ended the turn before.
         logprobs_from: "model" takes them from the model's logits as they are, "sampling" from the distribution that the
-            token was drawn from.
+            token was drawn from, where a token that can't be drawn has -inf.
 
     Raises:
         TypeError: A field has the wrong type.
