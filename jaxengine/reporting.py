@@ -40,7 +40,8 @@ def reports_of(control: Control, plan: StepPlan, bucket: Bucket) -> Reports | No
     for i in wanted:
         turn = control.requests.carried[plan.index[i]].turn
         first, last = int(starts[i]), int(plan.first_choice[i])
-        processed[last : last + 1 + plan.num_drafts[i]] = turn.sampling.asked.logprobs_from == "sampling"
+        if plan.samples[i]:
+            processed[last : last + 1 + plan.num_drafts[i]] = turn.sampling.asked.logprobs_from == "sampling"
         if traits[i] & Traits.SCORED and plan.is_prefill[i]:
             # What is run again is scored already, and may be another turn's.
             end = int(plan.past[i] + plan.num_tokens[i])

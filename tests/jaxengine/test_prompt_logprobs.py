@@ -107,6 +107,17 @@ def test_K1_what_a_cancelled_turn_left_to_run_is_not_scored():
     assert [score.chosen for score in found] == pytest.approx(expected, abs=1e-4)
 
 
+def test_K1_a_prompt_is_scored_from_the_models_logits_wherever_it_is_cut():
+    """Even where the logprobs of what is chosen are those of the distribution drawn from."""
+    sampling = je.SamplingParams(temperature=0.5, top_k=2, prompt_logprobs=2, logprobs_from="sampling")
+    tokens, found = [1, 2, 3, 4, 5, 6, 7], []
+    for chunk in (None, 3):
+        with je.Engine(MODEL, dataclasses.replace(SMALL, chunk_size=chunk)) as engine:
+            request = engine.create_request(je.RequestOptions(sampling=sampling))
+            found.append(scores_of(turn(engine, request, tokens)))
+    assert found[0] == found[1]
+
+
 def test_K1_M3_drafts_leave_the_logprobs_of_a_turn_whose_prompt_is_scored():
     sampling = dataclasses.replace(SCORED, logprobs=1)
     found = []
