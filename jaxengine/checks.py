@@ -25,7 +25,7 @@ def require_number(label: str, value: object, low: float, high: float) -> float:
     try:
         number = float(value)
     except OverflowError:
-        number = math.inf if value > 0 else -math.inf
+        number = math.inf if value > 0 else -math.inf  # type: ignore[operator]
     if not low <= number <= high:
         raise ValueError(f"{label} is {number}; give a finite value from {low} to {high}")
     return number
