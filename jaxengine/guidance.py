@@ -111,9 +111,10 @@ class Guides:
         """Writes the masks of the next tokens.
 
         Each cursor has 1 + len(drafts) rows in order: after its tokens, after those and the first draft, and so on.
-        Rows behind a draft that its mask refuses, or that ends the turn, hold the EOS ids. A mask refuses a draft, too,
-        behind which the grammar has no token, since that would end the turn in an error. An EOS id is allowed
-        exactly where the grammar may end; a row without any id is one where it can only end and there is no EOS id.
+        Rows behind a draft that its mask refuses, or that ends the turn, hold the EOS ids. Those behind a draft that
+        the grammar has no token to follow are empty, so that it is not accepted: if it is chosen all the same, the
+        next call raises. An EOS id is allowed exactly where the grammar may end; a first row without any id is one
+        where it can only end and there is no EOS id.
         Masks follow the tokenizer's own spelling: where the grammar forces text, they allow its next token only.
 
         Args:
@@ -166,7 +167,7 @@ class Guides:
             return self._settled(grammar, 0, lambda: self._ends(self._matcher(grammar, tokens)))
 
     def _fill_checked(self, place: int, cursor: Cursor, rows: np.ndarray) -> None:
-        """Writes a cursor's rows; a draft behind which nothing can follow is refused, and no error of the turn."""
+        """Writes a cursor's rows; a draft behind which nothing can follow has empty rows behind it, and is no error."""
         failure: GuidanceError | None = None
         for kept in range(len(cursor.drafts), -1, -1):
             shorter = cursor._replace(drafts=cursor.drafts[:kept])
@@ -176,9 +177,8 @@ class Guides:
                 failure = error
                 continue
             if failure is not None:
-                rows[kept] &= ~_bits([cursor.drafts[kept]], self.vocab_size)
-            if rows[kept].any() or failure is None:
-                return
+                rows[kept + 1 :] = 0
+            return
         assert failure is not None
         raise failure
 

@@ -228,3 +228,22 @@ def test_L3_a_stop_token_that_the_grammar_needs_ends_the_turn_in_a_sentence():
     ((result,), _) = serve([Job((3, 1), je.Grammar.regex("abxc"), sampling=sampling)])
     assert (result.text, result.code) == ("ab", GUIDANCE)
     assert "stop_token_ids" in result.detail
+
+
+def test_M3_case_C6_a_draft_into_a_dead_end_changes_nothing():
+    """The blank is an EOS here, so nothing can follow the `b`, which is chosen whether it is proposed or not."""
+    model = toy_model(text=True, eos=(EOS, 26))
+    sampling = dataclasses.replace(GREEDY, logit_bias={1: 100.0})
+    ends = []
+    for drafts in ([], [1], [1, 26, 2]):
+        engine = je.Engine(model, CONFIG)
+        grammar = je.Grammar.regex("a(b c|d)")
+        request = engine.create_request(je.RequestOptions(sampling=sampling, grammar=grammar))
+        request.begin_turn([3, 1], je.TurnOptions(8))
+        events = engine.run()
+        request.set_draft_tokens(drafts)
+        events += request.stream()
+        ends.append((text_of(events, request), events[-1].error_code, events[-1].usage))
+    assert ends[0][:2] == ("ab", GUIDANCE)
+    assert ends[1] == ends[0]
+    assert ends[2] == ends[0]
