@@ -19,7 +19,7 @@ class EngineMetrics:
         deferred_rows: Rows that committed steps put off for lack of capacity.
         preemptions: How often a request gave its blocks back to run its tokens again later.
         drafted_tokens: Drafts that steps ran.
-        accepted_drafts: Those that became part of their sequence.
+        accepted_drafts: Those whose keys and values steps committed: all that were right but one that ends its turn.
         residents: Requests that hold cache.
         free_blocks: Blocks that can be handed out.
         num_blocks: Blocks of the pool.
