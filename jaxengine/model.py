@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,14 +24,19 @@ class Model:
         config: What the folder's `genai_config.json` says, overrides included.
         path: The folder, for the tokenizer and the chat template.
         programs: The compiled programs of this decoder.
-        tokenizer: The folder's, or None where it has none that can be used.
+        read_tokenizer: Reads the folder's tokenizer; None where it has none that can be used.
     """
 
     decoder: Decoder
     config: onnx_import.FolderConfig
     path: Path
     programs: Programs
-    tokenizer: Tokenizer | None = None
+    read_tokenizer: Callable[[], Tokenizer | None] = lambda: None
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The folder's tokenizer, read when it is first asked for; None where it has none that can be used."""
+        return self.read_tokenizer()
 
     @functools.cached_property
     def guides(self) -> Guides | None:
@@ -74,10 +79,15 @@ def load_model(
     """
     read = onnx_import.read_folder(Path(folder), overrides)
     decoder = onnx_import.import_decoder(read, weights=weights)
+    read_tokenizer = functools.partial(_usable_tokenizer, read.path, decoder.vocab_size)
+    return Model(decoder, read.config, read.path, Programs(decoder), read_tokenizer)
+
+
+def _usable_tokenizer(folder: Path, width: int) -> Tokenizer | None:
+    """A folder's tokenizer, or None: whoever wants text is told by `Tokenizer.from_folder`, token ids need none."""
     try:
-        tokenizer = Tokenizer.from_folder(read.path)
-        tokenizer.require_fits(decoder.vocab_size)
+        tokenizer = Tokenizer.from_folder(folder)
+        tokenizer.require_fits(width)
     except TextError:
-        # Whoever wants text is told; token ids need none.
-        tokenizer = None
-    return Model(decoder, read.config, read.path, Programs(decoder), tokenizer)
+        return None
+    return tokenizer

@@ -251,8 +251,8 @@ def toy_model(
         search={} if search is None else search,
         notes=(),
     )
-    tokenizer = toy_tokenizer() if text else None
-    return Model(decoder, config, Path("toy"), programs, tokenizer)
+    read_tokenizer = toy_tokenizer if text else lambda: None
+    return Model(decoder, config, Path("toy"), programs, read_tokenizer)
 
 
 def with_params(model: Model, *, poison: bool) -> Model:

@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import layer_scan
 from benchmarks.repeated_layers import write_folder
-from jaxengine.sampling import Choice
 from onnx_import import import_decoder, read_folder
 from tests.onnx_import.reference import logits, runtime_logits
 
@@ -36,10 +35,7 @@ def test_every_repeated_layer_has_weights_of_its_own(tmp_path):
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    """Has each contender work once, in this process, and choose tokens by a plain arg-max.
-
-    Sampling, which is the same in all forms, takes longest to compile.
-    """
+    """Has each contender work once, in this process."""
 
     @contextlib.contextmanager
     def started(contenders):
@@ -48,13 +44,8 @@ def in_this_process(monkeypatch):
     def take_turns(works, task, turns):
         return {name: [work(task)] * turns for name, work in works.items()}
 
-    def arg_max(logits, rows, *, known_ids):
-        return Choice(logits.argmax(axis=-1), jax.numpy.isfinite(logits.max(axis=-1)), None)
-
     for name, instead in (("started", started), ("take_turns", take_turns)):
         monkeypatch.setattr(layer_scan, name, instead)
-    for module in ("jaxengine.programs", "benchmarks.scanned_layers"):
-        monkeypatch.setattr(f"{module}.choose", arg_max)
     monkeypatch.setattr(jax, "clear_caches", lambda: None)
 
 

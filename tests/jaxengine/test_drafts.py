@@ -114,7 +114,7 @@ def asked_of(model, samplings):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["plain", "hybrid", "window"])
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_M2_M3_M5_case_C15_C26_any_drafts_give_what_a_request_says_alone_without(model, data):
     """Greedy and sampled, with all processors, in mixed batches, chunks, rings, static batches and short pools."""
@@ -134,7 +134,7 @@ GRAMMARS = [
 
 
 @pytest.mark.slow
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_M2_M3_case_C4_L5_drafts_with_stop_strings_and_grammars_change_no_text(data):
     """Texts, stop strings, ids, logprobs and usage end at the same place; forced spans run as drafts on both sides."""

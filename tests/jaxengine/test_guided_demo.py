@@ -11,7 +11,7 @@ from tests.jaxengine.json_schemas import SCHEMAS
 
 BUDGET = 40
 GREEDY = je.SamplingParams(temperature=0.0)
-HANDFUL = ("const_object", "enum", "pattern", "fixed_array", "uuid", "date")
+HANDFUL = ("const_object", "enum", "pattern")
 FAULTS = [stage for stage in je.Stage if stage not in (je.Stage.PUBLISH, je.Stage.PLAN, je.Stage.RESERVE)]
 
 
@@ -49,8 +49,8 @@ def model(demo_folder):
 @pytest.mark.demo
 @pytest.mark.slow
 def test_L1_case_C28_schemas_are_kept_or_say_that_they_were_cut(model, thorough):
-    """Every fifth; with `--thorough` all fifty."""
-    chosen = list(SCHEMAS)[:: 1 if thorough else 5]
+    """Every seventh; with `--thorough` all fifty."""
+    chosen = list(SCHEMAS)[:: 1 if thorough else 7]
     texts, ends = run(model, chosen)
     reasons = {name: end.finish_reason for name, end in ends.items()}
     assert set(reasons.values()) <= {je.FinishReason.EOS, je.FinishReason.MAX_GENERATED_TOKENS}
@@ -65,15 +65,15 @@ def test_L1_case_C28_schemas_are_kept_or_say_that_they_were_cut(model, thorough)
 @pytest.mark.demo
 @pytest.mark.slow
 def test_L2_F8_faults_change_no_text_of_the_demo_model(model):
-    """The nth stage fails in the nth step."""
+    """The nth stage fails in the nth step, by turns in a way that is known and in one that isn't."""
     expected, _ = run(model, HANDFUL)
-    for error in (je.RetryableStepError, RuntimeError):
-        with contextlib.ExitStack() as stack:
-            faults = [
-                stack.enter_context(je.inject_fault(stage, error("no luck"), skip=n))
-                for n, stage in enumerate(FAULTS)
-            ]
-            texts, ends = run(model, HANDFUL)
-        assert all(fault.fired for fault in faults)
-        assert texts == expected
-        assert not any(end.detail for end in ends.values())
+    errors = [(je.RetryableStepError, RuntimeError)[n % 2]("no luck") for n in range(len(FAULTS))]
+    with contextlib.ExitStack() as stack:
+        faults = [
+            stack.enter_context(je.inject_fault(stage, error, skip=n))
+            for n, (stage, error) in enumerate(zip(FAULTS, errors, strict=True))
+        ]
+        texts, ends = run(model, HANDFUL)
+    assert all(fault.fired for fault in faults)
+    assert texts == expected
+    assert not any(end.detail for end in ends.values())

@@ -176,7 +176,7 @@ def narrow(letters):
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
-    return dataclasses.replace(toy_model(eos=[letters - 1]), tokenizer=Tokenizer(backend))
+    return dataclasses.replace(toy_model(eos=[letters - 1]), read_tokenizer=lambda: Tokenizer(backend))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5, 50.0])

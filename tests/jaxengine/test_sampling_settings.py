@@ -27,9 +27,10 @@ INTEGERS = {
     "no_repeat_ngram_size": (0, 2**63 - 1),
     "min_new_tokens": (0, 2**63 - 1),
     "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
 }
 OPEN = {"temperature", "top_k", "top_p", "do_sample", "seed", "repetition_penalty", "no_repeat_ngram_size"}
-OPEN |= {"logprobs"}
+OPEN |= {"logprobs", "prompt_logprobs"}
 
 
 def refused(error, words, **fields):
@@ -209,7 +210,7 @@ def test_K1_the_last_id_of_the_vocabulary_is_one():
     assert len(state.control.requests) == 1
 
 
-@pytest.mark.parametrize("name", sorted(INTEGERS.keys() - {"logprobs"}))
+@pytest.mark.parametrize("name", sorted(INTEGERS.keys() - {"logprobs", "prompt_logprobs"}))
 def test_K4_the_largest_value_of_a_setting_runs(name):
     """Settings go into columns of fixed width."""
     assert COLUMN_DTYPES["top_k"] is np.int32

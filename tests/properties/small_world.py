@@ -4,9 +4,9 @@ state, what of a state decides its future, and what must hold in each.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
+import jax
 import numpy as np
 import pytest
 
@@ -144,7 +144,10 @@ def image(state: je.EngineState) -> tuple:
     control = state.control
     rows = range(len(control.requests))
     return (
-        tuple(column.tobytes() for column in dataclasses.astuple(control.requests)),
+        tuple(
+            tuple(column) if column.dtype == object else column.tobytes()
+            for column in jax.tree.leaves(control.requests)
+        ),
         tuple(control.tokens.read(row, 0, int(control.tokens.lengths[row])).tobytes() for row in rows),
         tuple(control.blocks.read(row, 0, int(control.blocks_held[row])).tobytes() for row in rows),
         control.free_blocks.tobytes(),
