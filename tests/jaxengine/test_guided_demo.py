@@ -11,7 +11,7 @@ from tests.jaxengine.json_schemas import SCHEMAS
 
 BUDGET = 40
 GREEDY = je.SamplingParams(temperature=0.0)
-HANDFUL = ("const_object", "enum", "pattern")
+HANDFUL = ("const_object", "pattern", "fixed_array", "uuid")
 FAULTS = [stage for stage in je.Stage if stage not in (je.Stage.PUBLISH, je.Stage.PLAN, je.Stage.RESERVE)]
 
 
