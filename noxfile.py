@@ -20,8 +20,8 @@ nox.options.reuse_venv = "yes"
 nox.options.error_on_missing_interpreters = True
 
 
-# A worker a core; a file stays with one, so that what it compiles is compiled once.
-IN_PARALLEL = ("-n", "auto", "--dist", "loadfile")
+# A worker a core; a file stays with one, so that what it compiles is compiled once. tests/conftest.py orders them.
+IN_PARALLEL = ("-n", "auto", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def newest_python() -> str | None:

@@ -1,10 +1,11 @@
 """Settings of the whole suite: strict dtypes in JAX, repeatable examples, compiled programs kept.
 
 The default Hypothesis profile tries the same examples every time; `pytest --hypothesis-profile=search` looks
-for new ones. `--thorough` makes the searches of tests/properties and the comparison of the demo model's answers
-as long as they can be.
+for new ones. `--thorough` makes searches and comparisons as long as they can be, and runs tests that have a shorter
+sister.
 """
 
+import collections
 import os
 import tempfile
 from pathlib import Path
@@ -28,6 +29,21 @@ hypothesis.settings.load_profile("repeat")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="run searches and comparisons at full length")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts long files first, so that no worker is left alone with one at the end."""
+    costs: collections.Counter[Path] = collections.Counter()
+    for item in items:
+        costs[item.path] += (
+            30 if item.get_closest_marker("demo") else 10 if item.get_closest_marker("slow") else 1
+        )
+    items.sort(key=lambda item: -costs[item.path])
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("thorough") and not item.config.getoption("thorough"):
+        pytest.skip("takes long, and one like it runs without --thorough")
 
 
 @pytest.fixture(scope="session")

@@ -83,6 +83,8 @@ def compare(
     return got
 
 
+LONG = (pytest.mark.slow, pytest.mark.thorough)
+
 requests = st.lists(
     st.tuples(st.integers(0, len(LENGTHS) - 1), st.integers(0, 12), st.booleans()), min_size=2, max_size=6
 )
@@ -94,10 +96,10 @@ drops = st.frozensets(st.integers(0, 20), max_size=4)
     [
         pytest.param("cpu-fp32/llama", "exact", CROWDED, id="fp32-crowded"),
         pytest.param("cpu-fp32/llama", "exact", CHUNKED, id="fp32-chunked"),
-        pytest.param("cpu-fp32/llama", "exact", WHOLE, id="fp32-whole", marks=pytest.mark.slow),
+        pytest.param("cpu-fp32/llama", "exact", WHOLE, id="fp32-whole", marks=LONG),
         pytest.param("cpu-int4/llama", "fast", CROWDED, id="int8-crowded"),
         pytest.param("cpu-int4/llama", "fast", CHUNKED, id="int8-chunked", marks=pytest.mark.slow),
-        pytest.param("cpu-int4/llama", "fast", WHOLE, id="int8-whole", marks=pytest.mark.slow),
+        pytest.param("cpu-int4/llama", "fast", WHOLE, id="int8-whole", marks=LONG),
     ],
 )
 @settings(max_examples=12)
@@ -111,9 +113,9 @@ def test_E5_E6_logits_are_those_of_the_request_alone(folder, weights, config, ch
 @pytest.mark.parametrize(
     ("folder", "weights"),
     [
-        ("cpu-fp32/qwen2", "exact"),
+        pytest.param("cpu-fp32/qwen2", "exact", marks=LONG),
         ("cpu-fp32/qwen3", "exact"),
-        ("cpu-fp32/mistral", "exact"),
+        pytest.param("cpu-fp32/mistral", "exact", marks=LONG),
         ("cpu-int4/qwen3", "fast"),
     ],
     ids=["qwen2", "qwen3", "mistral", "qwen3-int8"],
