@@ -75,3 +75,14 @@ def one_of(kind: Any) -> Check:
         return value
 
     return check
+
+
+def instance_of(kind: type, remedy: str) -> Check:
+    """A check that a value is of a class; the error says to give `remedy`."""
+
+    def check(label: str, value: object) -> object:
+        if not isinstance(value, kind):
+            raise TypeError(f"{label} is {value!r}; give {remedy}")
+        return value
+
+    return check

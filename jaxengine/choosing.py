@@ -118,11 +118,11 @@ def _turn(control: Control, plan: StepPlan, i: int) -> Turn:
 def _longest(rows: list[_Row]) -> int:
     """Room for each history: powers of two, so that few programs are compiled."""
     lengths = [len(row.tokens) for row in rows if row.penalises]
-    return power_of_two(max(_SHORTEST_HISTORY, *lengths, 1))
+    return power_of_two(max([_SHORTEST_HISTORY, *lengths]))
 
 
 def _most_biases(rows: list[_Row]) -> int:
-    return power_of_two(max(_FEWEST_BIASES, *(len(row.turn.sampling.biases) for row in rows), 1))
+    return power_of_two(max([_FEWEST_BIASES, *(len(row.turn.sampling.biases) for row in rows)]))
 
 
 def _guide(row: _Row, request_id: int, guides: Guides, allowed: np.ndarray) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from jaxengine.checks import (
     Check,
     check_fields,
+    instance_of,
     one_of,
     require_bool,
     require_count,
@@ -127,6 +128,11 @@ def resolve_chunk_size(config: EngineConfig, search: Mapping[str, Any]) -> int |
     return require_int("search.chunk_size of the model folder", search["chunk_size"], 0) or None
 
 
+_SAMPLING = instance_of(SamplingParams, "a SamplingParams")
+_GRAMMAR = instance_of(Grammar, "what Grammar.json_schema, .regex or .lark returned")
+_PROPOSER = instance_of(NgramDrafts, "an NgramDrafts")
+
+
 @dataclasses.dataclass(frozen=True)
 class RequestOptions:
     """Settings of one request, for all its turns.
@@ -152,9 +158,9 @@ class RequestOptions:
     def __post_init__(self) -> None:
         checks = {
             "max_session_tokens": require_count,
-            "sampling": _sampling,
-            "grammar": _grammar,
-            "proposer": _proposer,
+            "sampling": _SAMPLING,
+            "grammar": _GRAMMAR,
+            "proposer": _PROPOSER,
         }
         check_fields(self, checks, ("sampling",))
 
@@ -179,23 +185,5 @@ class TurnOptions:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
-        checks = {"max_generated_tokens": require_count, "sampling": _sampling, "grammar": _grammar}
+        checks = {"max_generated_tokens": require_count, "sampling": _SAMPLING, "grammar": _GRAMMAR}
         check_fields(self, checks)
-
-
-def _proposer(label: str, value: object) -> object:
-    if not isinstance(value, NgramDrafts):
-        raise TypeError(f"{label} is {value!r}; give an NgramDrafts")
-    return value
-
-
-def _grammar(label: str, value: object) -> object:
-    if not isinstance(value, Grammar):
-        raise TypeError(f"{label} is {value!r}; give what Grammar.json_schema, .regex or .lark returned")
-    return value
-
-
-def _sampling(label: str, value: object) -> object:
-    if not isinstance(value, SamplingParams):
-        raise TypeError(f"{label} is {value!r}; give a SamplingParams")
-    return value
