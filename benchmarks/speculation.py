@@ -18,7 +18,7 @@ from typing import Any
 
 import jaxengine as je
 from benchmarks import report
-from benchmarks.timed_turns import engine_for, in_alternation
+from benchmarks.timed_turns import add_turn_arguments, engine_for, in_alternation
 from benchmarks.turns import BenchmarkError
 
 PASSAGE = Path(__file__).with_name("data") / "prose.txt"
@@ -85,27 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     number = report.at_least(1)
     parser.add_argument(
-        "--folder",
-        type=report.existing_folder,
-        metavar="FOLDER",
-        help="the model, with a tokenizer; default: the demo model",
-    )
-    parser.add_argument(
-        "--weights", choices=["exact", "fast"], default="exact", help="how quantised matrices are multiplied"
-    )
-    parser.add_argument(
-        "--batch", type=number, nargs="+", default=[1, 8], metavar="N", help="rows to compare"
-    )
-    parser.add_argument(
         "--passage-tokens", type=number, default=48, metavar="N", help="tokens of the passage"
     )
     parser.add_argument("--repeats", type=number, default=3, metavar="N", help="passages in the prompt")
     parser.add_argument("--drafts", type=number, default=8, metavar="N", help="most drafts a step")
-    parser.add_argument(
-        "--new-tokens", type=report.at_least(2), default=64, metavar="N", help="tokens generated a row"
-    )
-    parser.add_argument("--turns", type=number, default=5, metavar="N", help="measured turns of each kind")
-    report.add_json_argument(parser)
+    add_turn_arguments(parser)
     arguments = parser.parse_args(argv)
     return report.run(lambda: measure(arguments))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jaxengine as je
+from benchmarks import report
 
 
 def timed_turn(
@@ -69,3 +71,25 @@ def engine_for(model: je.Model, prompts: Sequence[Sequence[int]], new_tokens: in
         block_size=16,
     )
     return je.Engine(model, config)
+
+
+def add_turn_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds what every comparison of turns takes: the model, the sizes, and where the JSON goes."""
+    number = report.at_least(1)
+    parser.add_argument(
+        "--folder",
+        type=report.existing_folder,
+        metavar="FOLDER",
+        help="the model, with a tokenizer; default: the demo model",
+    )
+    parser.add_argument(
+        "--weights", choices=["exact", "fast"], default="exact", help="how quantised matrices are multiplied"
+    )
+    parser.add_argument(
+        "--batch", type=number, nargs="+", default=[1, 8], metavar="N", help="rows to compare"
+    )
+    parser.add_argument(
+        "--new-tokens", type=report.at_least(2), default=64, metavar="N", help="tokens generated a row"
+    )
+    parser.add_argument("--turns", type=number, default=5, metavar="N", help="measured turns of each kind")
+    report.add_json_argument(parser)
