@@ -1,9 +1,10 @@
 """What does choosing the tokens of a step cost?
 
-    python -m benchmarks.sampling_cost [--vocabularies 49152 151936] [--rows 1 64] [--json FILE]
+    python -m benchmarks.sampling_cost [--vocabularies 49152 151936] [--rows 1 64] [--folder FOLDER] [--json FILE]
 
 Times `choose` over rows of one kind and over rows of all kinds mixed, against a draw that sorts each row's logits, as
-samplers usually do. The program is compiled before; the logits are already on the device.
+samplers usually do. The program is compiled before; the logits are already on the device. `of a step` is the time over
+that of a greedy decode step of as many rows of the model, whatever its own vocabulary.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxengine as je
 from benchmarks import report
+from benchmarks.timed_turns import engine_for, timed_turn
 from jaxengine.sampling import SamplingRows, choose
 
 # temperature, top-k, top-p, min-p
@@ -79,8 +82,23 @@ def seconds_of(program: Callable[..., Any], arguments: tuple[Any, ...], turns: i
     return result
 
 
+def step_seconds(model: je.Model, count: int, turns: int) -> float:
+    """The median over turns of a greedy decode step of `count` rows with short contexts."""
+    prompts, new_tokens = [list(range(100, 116))] * count, 24
+    options = je.RequestOptions(sampling=je.SamplingParams(temperature=0.0, ignore_eos=True))
+    with engine_for(model, prompts, new_tokens) as engine:
+        measured = [timed_turn(engine, options, prompts, new_tokens) for _ in range(turns + 1)][1:]
+    return statistics.median(turn["seconds"] / turn["steps"] for turn in measured)
+
+
 def measure(arguments: argparse.Namespace) -> None:
     machine = report.machine_facts()
+    if arguments.folder is None:
+        from jaxengine.demo import demo_model_folder
+
+        arguments.folder = demo_model_folder(progress=True)
+    model = je.load_model(arguments.folder)
+    steps = {count: step_seconds(model, count, arguments.turns) for count in arguments.rows}
     rows: list[dict[str, Any]] = []
     for vocabulary in arguments.vocabularies:
         for count in arguments.rows:
@@ -93,20 +111,22 @@ def measure(arguments: argparse.Namespace) -> None:
                 )
                 row = {"kind": kind, "vocabulary": vocabulary, "rows": count, "turns": ours}
                 row |= {"seconds": statistics.median(ours), "sorting_seconds": statistics.median(sorting)}
+                row |= {"step_seconds": steps[count], "of_step": row["seconds"] / steps[count]}
                 rows.append(row | {"ratio": row["seconds"] / row["sorting_seconds"]})
     record = {
         "benchmark": "sampling_cost",
         "machine": machine,
-        "settings": {"turns": arguments.turns},
+        "settings": {"folder": str(arguments.folder), "turns": arguments.turns},
         "rows": rows,
     }
-    header = ("rows of kind", "vocabulary", "rows", "ms", "ms by sorting", "ratio")
+    header = ("rows of kind", "vocabulary", "rows", "ms", "of a step", "ms by sorting", "ratio")
     cells = [
         (
             row["kind"],
             str(row["vocabulary"]),
             str(row["rows"]),
             f"{1e3 * row['seconds']:.2f}",
+            f"{row['of_step']:.3f}",
             f"{1e3 * row['sorting_seconds']:.2f}",
             f"{row['ratio']:.3f}",
         )
@@ -125,6 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--vocabularies", type=number, nargs="+", default=[49_152, 151_936], help="widths of the logits"
     )
     parser.add_argument("--rows", type=number, nargs="+", default=[1, 64], help="rows of the step")
+    parser.add_argument(
+        "--folder", type=report.existing_folder, metavar="FOLDER", help="the model; default: the demo model"
+    )
     parser.add_argument("--turns", type=number, default=5, metavar="N", help="measured steps")
     report.add_json_argument(parser)
     arguments = parser.parse_args(argv)

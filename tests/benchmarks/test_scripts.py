@@ -31,7 +31,7 @@ MAINS = {
     "pool_scatter": (pool_scatter.main, ["--pool-mib", "1"]),
     "host_time": (host_time.main, []),
     "fairness": (fairness.main, ["--loads", "1"]),
-    "sampling_cost": (sampling_cost.main, []),
+    "sampling_cost": (sampling_cost.main, ["--folder", str(model("cpu-int4"))]),
     "guidance_cost": (guidance_cost.main, []),
     "speculation": (speculation.main, []),
     "load_memory": (load_memory.main, ["--folder", str(model("cpu-int4"))]),
@@ -172,11 +172,11 @@ def test_host_time(tmp_path, capsys):
 def test_sampling_cost(tmp_path, capsys):
     sizes = ["--vocabularies", "300", "--rows", "1", "6", "--turns", "2"]
     record = run("sampling_cost", tmp_path, capsys, *sizes)
-    assert record["settings"] == {"turns": 2}
+    assert record["settings"]["turns"] == 2
     kinds = [(kind, 300, rows) for rows in (1, 6) for kind in sampling_cost.KINDS]
     assert [(row["kind"], row["vocabulary"], row["rows"]) for row in record["rows"]] == kinds
     for row in record["rows"]:
-        check_figures(row, ("seconds", "sorting_seconds", "ratio"))
+        check_figures(row, ("seconds", "step_seconds", "of_step", "sorting_seconds", "ratio"))
         assert len(row["turns"]) == 2
 
 
