@@ -20,6 +20,7 @@ from jaxengine.checks import require_count
 from jaxengine.config import RequestOptions, TurnOptions
 from jaxengine.errors import RequestStateError
 from jaxengine.events import EngineErrorCode, EngineEventFlags, EventRecord, FinishReason, Usage
+from jaxengine.sampling_params import warn_of_greedy_folder
 from jaxengine.state import (
     COLUMN_DTYPES,
     REQUEST_IDS,
@@ -79,6 +80,7 @@ def create_request(state: EngineState, options: RequestOptions | None = None) ->
         )
     request_id = int(control.counters[REQUEST_IDS]) + 1
     turn_of(control, options.sampling, options.grammar, (0, 0))
+    warn_of_greedy_folder(options.sampling, search)
     values = dict.fromkeys(COLUMN_DTYPES, 0) | {
         "id": request_id,
         "stamp": _digest(
@@ -161,6 +163,8 @@ def begin_turn(
         options.grammar or carried.own_grammar,
         (length, length + len(values)),
     )
+    if options.sampling is not None:
+        warn_of_greedy_folder(options.sampling, control.facts.search_settings)
     turn = int(control.requests.turn[row])
     if turn == LAST_ID:
         raise OverflowError(f"request {request_id} has used every turn id; create a new request")

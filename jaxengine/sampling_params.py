@@ -6,8 +6,11 @@ The order in which the settings act is that of `jaxengine.sampling`.
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from jaxengine.checks import (
@@ -27,6 +30,7 @@ MOST_LOGPROBS = 20
 """Most alternatives of a token that can be asked for."""
 LogprobStage = Literal["model", "sampling"]
 _LARGEST = 3.4e38
+_PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 def _penalty(label: str, value: object) -> float:
@@ -208,12 +212,26 @@ def resolve_sampling(params: SamplingParams, search: Mapping[str, Any]) -> Resol
     temperature, top_k, top_p = setting("temperature", 1.0), setting("top_k", 0), setting("top_p", 1.0)
     if temperature <= GREEDY_TEMPERATURE:
         return greedy
-    if params.top_k is None and top_k == 1:
-        warnings.warn(
-            "sampling was asked for but the model folder sets top_k to 1, which makes every choice greedy; "
-            "set SamplingParams.top_k to sample",
-            stacklevel=2,
-        )
     if top_k == 1 or top_p == 0.0:
         return greedy
     return dataclasses.replace(greedy, temperature=temperature, top_k=top_k, top_p=top_p, min_p=params.min_p)
+
+
+def warn_of_greedy_folder(params: SamplingParams, search: Mapping[str, Any]) -> None:
+    """Warns, at the line that called this package, if all that keeps `params` from sampling is the folder's top_k."""
+    if params.top_k is not None or search.get("top_k") != 1:
+        return
+    if resolve_sampling(params, {**search, "top_k": 0}).temperature > 0:
+        warnings.warn(
+            "sampling was asked for but the model folder sets top_k to 1, which makes every choice greedy; "
+            "set SamplingParams.top_k to sample",
+            stacklevel=_callers_level(),
+        )
+
+
+def _callers_level() -> int:
+    """The `stacklevel`, for whoever calls this, of the innermost line outside of this package."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -321,8 +321,10 @@ def test_case_C10_a_tokenizer_wider_than_the_logits_is_refused_when_loading(fold
 
 def test_case_C12_sampling_that_the_folder_makes_greedy_is_warned_of(folder, tmp_path):
     with LLM(variant(folder, tmp_path / "greedy", {"top_k": 1}), SIZES) as llm:
-        with pytest.warns(UserWarning, match="the model folder sets top_k to 1"):
-            llm.generate("hello", je.SamplingParams(temperature=0.8), max_tokens=1)
+        with pytest.warns(UserWarning, match="the model folder sets top_k to 1") as caught:
+            llm.generate("hello", je.SamplingParams(temperature=0.8), max_tokens=1, n=2)
+        assert {each.filename for each in caught} == {__file__}
+        assert len({each.lineno for each in caught}) == 1, "once by default"
         llm.generate("hello", je.SamplingParams(temperature=0.8, top_k=5), max_tokens=1)
 
 

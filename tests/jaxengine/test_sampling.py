@@ -2,6 +2,8 @@
 and C13)."""
 
 import dataclasses
+import inspect
+import warnings
 
 import hypothesis.strategies as st
 import jax
@@ -174,17 +176,39 @@ def test_K4_unset_fields_take_the_folders_values():
     assert resolve_sampling(je.SamplingParams(), search | {"do_sample": False}).temperature == 0.0
 
 
-def test_case_C12_sampling_that_only_the_folders_top_k_of_1_prevents_is_warned_of():
-    search = {"top_k": 1, "temperature": 0.8}
-    model = toy_model(search=search)
-    with pytest.warns(UserWarning, match="top_k to 1"):
-        state, _ = je.create_request(
-            je.init_state(model, SMALL), je.RequestOptions(sampling=je.SamplingParams(temperature=0.8))
-        )
+def test_case_C12_sampling_that_only_the_folders_top_k_of_1_prevents_is_warned_of_once_at_its_line():
+    """C12: where the settings are given, to the core and to an engine, and nowhere else."""
+    sampling = je.SamplingParams(temperature=0.8)
+    model = toy_model(search={"top_k": 1, "temperature": 0.8})
+    state, engine = je.init_state(model, SMALL), je.Engine(model, SMALL)
+    given = je.RequestOptions(sampling=sampling)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = inspect.currentframe().f_lineno + 1
+        state, request_id = je.create_request(state, given)
+        je.begin_turn(state, request_id, [1])
+        je.begin_turn(state, request_id, [1], je.TurnOptions(sampling=sampling))
+        request = engine.create_request(given)
+        request.begin_turn([1], je.TurnOptions(2))
+        list(request.stream())
+        request.begin_turn([1], je.TurnOptions(sampling=sampling))
+    assert [each.lineno - first for each in caught] == [0, 2, 3, 6]
+    assert {each.filename for each in caught} == {__file__}
+    assert all("set SamplingParams.top_k to sample" in str(each.message) for each in caught)
     assert state.control.requests.temperature.tolist() == [0.0]
-    resolve_sampling(je.SamplingParams(temperature=0.8, top_k=1), search)
-    resolve_sampling(je.SamplingParams(), search)
-    resolve_sampling(je.SamplingParams(temperature=0.0), search)
+
+
+def test_case_C12_settings_that_no_folder_keeps_from_sampling_are_not_warned_of():
+    search = {"top_k": 1, "temperature": 0.8}
+    state = je.init_state(toy_model(search=search), SMALL)
+    for fields in (
+        {"temperature": 0.8, "top_k": 1},
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_k": 0},
+        {"temperature": 0.8, "do_sample": False},
+    ):
+        je.create_request(state, je.RequestOptions(sampling=je.SamplingParams(**fields)))
     assert resolve_sampling(je.SamplingParams(temperature=0.8, top_k=0), search).temperature == 0.8
 
 
