@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import textwrap
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -16,6 +17,12 @@ from typing import Any, Literal
 # to its limit. This spacing is that of `json.dumps`; being fixed, it is forced too.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _SPACING_KEYS = {*_SPACING, "whitespace_pattern"}
+_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
+# What a Lark rule may have in brackets that says nothing of its language, and that the library leaves to its caller.
+_WITHOUT_EFFECT = ("temperature", "capture", "stop_capture")
+# Strings, regular expressions and comments, as the library's lexer takes them.
+_LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/')
+_ATTRIBUTES = re.compile(r"\[([^\[\]\n]*)\][ \t]*:")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +32,26 @@ class Grammar:
     Attributes:
         kind: The language that `text` is in.
         text: The schema as JSON, the regular expression or the Lark grammar.
+
+    Raises:
+        TypeError: The text is none.
+        ValueError: There is no such language, or the text is empty, invalid, or nothing satisfies it.
+        ImportError: llguidance isn't installed.
     """
 
     kind: Literal["json_schema", "regex", "lark"]
     text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in list(_NAMES):
+            raise ValueError(f"the grammar's kind is {self.kind!r}; use one of {', '.join(_NAMES)}")
+        name = _NAMES[self.kind]
+        if not isinstance(self.text, str):
+            raise TypeError(f"the {name} is {self.text!r}; give a text")
+        if not self.text:
+            raise ValueError(f"the {name} is empty; give one that has something to say")
+        if reason := _without_effect(self) or _refusal(self):
+            raise ValueError(f"the {name} can't be used: {reason}")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str | bool) -> Grammar:
@@ -56,7 +79,7 @@ class Grammar:
             text = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"the JSON schema can't be used: {error}") from error
-        return _accepted(cls("json_schema", text))
+        return cls("json_schema", text)
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -66,7 +89,7 @@ class Grammar:
             ValueError: The pattern is empty, invalid, or matches nothing.
             ImportError: llguidance isn't installed.
         """
-        return _accepted(cls("regex", _text("pattern", pattern)))
+        return cls("regex", pattern)
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
@@ -75,17 +98,27 @@ class Grammar:
         Special tokens appear only where the grammar names them, and those that end a turn only at its end.
 
         Raises:
-            ValueError: The grammar is empty, invalid, incomplete, or matches nothing.
+            ValueError: The grammar is empty, invalid, incomplete, or matches nothing; or a rule has an attribute that
+                the engine doesn't go by: `temperature`, `capture` or `stop_capture`.
             ImportError: llguidance isn't installed.
         """
-        return _accepted(cls("lark", _text("grammar", text)))
+        return cls("lark", text)
 
 
-_NAMES = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
+def _without_effect(grammar: Grammar) -> str:
+    """Names a rule's attribute that would be ignored; empty if there is none."""
+    if grammar.kind != "lark":
+        return ""
+    for attributes in _ATTRIBUTES.findall(_LITERALS.sub("", grammar.text)):
+        for attribute in attributes.split(","):
+            name = attribute.partition("=")[0].strip()
+            if name in _WITHOUT_EFFECT:
+                return f"the attribute {name} of its rules has no effect here; leave it out"
+    return ""
 
 
-def _accepted(grammar: Grammar) -> Grammar:
-    """The grammar itself, compiled once for a vocabulary of bytes to see whether it has a first token."""
+def _refusal(grammar: Grammar) -> str:
+    """Why the library refuses a grammar, compiled for a vocabulary of bytes; empty if there is a first token."""
     llguidance = library()
     try:
         compiled = source(grammar)
@@ -96,11 +129,9 @@ def _accepted(grammar: Grammar) -> Grammar:
             matcher = llguidance.LLMatcher(_byte_table(), compiled, log_level=0, limits=limits())
             matcher.compute_bitmask()
             reason = matcher.get_error()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = str(error)
-    if reason:
-        raise ValueError(f"the {_NAMES[grammar.kind]} can't be used: {one_line(reason)}")
-    return grammar
+    return one_line(reason)
 
 
 def source(grammar: Grammar) -> str:
@@ -141,14 +172,6 @@ def library() -> Any:
     except ImportError as error:
         raise ImportError("grammars need the library llguidance; install jaxengine[guidance]") from error
     return llguidance
-
-
-def _text(name: str, value: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"the {name} is {value!r}; give a text")
-    if not value:
-        raise ValueError(f"the {name} is empty; give one that has something to say")
-    return value
 
 
 def one_line(reason: str) -> str:
