@@ -95,6 +95,8 @@ class Engine:
     def prepare(self, options: RequestOptions | TurnOptions | None) -> None:
         """Compiles a grammar before a request or a turn has it, so that no step waits for that.
 
+        What fails for the moment is left to the first step that needs the grammar, which may be tried again.
+
         Raises:
             ValueError: No turn can begin under the grammar with this model's tokenizer.
         """
@@ -102,12 +104,15 @@ class Engine:
         if not isinstance(options, RequestOptions | TurnOptions) or options.grammar is None:
             return
         guides = self._model.guides
+        # Without a tokenizer the core refuses every grammar.
+        if guides is None:
+            return
         try:
-            # Without a tokenizer the core refuses every grammar.
-            if guides is not None:
-                guides.prepare(options.grammar)
+            guides.prepare(options.grammar)
         except GuidanceError as error:
             raise ValueError(f"the grammar can't be used with this model: {error}") from error
+        except Exception:
+            return
 
     def run(self, max_events: int = 64) -> list[Event]:
         """Drains retained events, or, with none retained, runs at most one step.

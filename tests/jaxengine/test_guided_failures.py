@@ -83,6 +83,22 @@ def test_L3_case_C17_a_mask_that_fails_too_often_ends_that_request_only():
     assert [text_of(events, request) for request in requests[1:]] == [r.text for r in expected[1:]]
 
 
+@pytest.mark.parametrize("error", [OSError("busy"), RuntimeError("busy"), MemoryError("no room")])
+def test_L3_what_fails_for_a_moment_when_a_grammar_is_compiled_ahead_is_left_to_the_step(error):
+    """For a request and for a turn's own grammar; the text is that of a day without trouble."""
+    expected, _ = serve([Job((3, 1), FORCED)])
+    engine = je.Engine(MODEL, CONFIG)
+    with broken(MODEL, "fill", error, error) as calls:
+        request = engine.create_request(je.RequestOptions(grammar=FORCED))
+        other = engine.create_request()
+        other.begin_turn([4], je.TurnOptions(grammar=JSON))
+    assert len(calls) == 2
+    request.begin_turn([3, 1])
+    events = rest(engine)
+    assert text_of(events, request) == expected[0].text
+    assert text_of(events, other) in WORDS["json"][1]
+
+
 def test_L3_memory_that_runs_out_in_a_mask_is_told_as_such():
     engine, _ = begun()
     with broken(MODEL, "fill", MemoryError("no room")):
