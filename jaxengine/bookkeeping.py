@@ -207,6 +207,9 @@ def _with_tokens(control: Control, index: np.ndarray, settled: Settled) -> Contr
             )
         )
     ]
+    for place in settled.incomplete:
+        flags = events[place].flags | EngineEventFlags.GRAMMAR_INCOMPLETE
+        events[place] = dataclasses.replace(events[place], flags=flags)
     return control.replace(events=(*control.events, *events))  # type: ignore[attr-defined]
 
 

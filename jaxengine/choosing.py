@@ -16,7 +16,7 @@ import numpy as np
 from jaxengine.carried import Carried, Traits, Turn
 from jaxengine.errors import RequestFailure, RetryableStepError
 from jaxengine.events import FinishReason
-from jaxengine.guidance import Cursor, GuidanceError, Guides
+from jaxengine.guidance import GuidanceError, Guides
 from jaxengine.planning import StepPlan
 from jaxengine.programs import Bucket, padded, power_of_two
 from jaxengine.sampling import Edits, SamplingRows
@@ -68,6 +68,8 @@ def edits_of(control: Control, plan: StepPlan, bucket: Bucket, guides: Guides | 
         allowed=allowed,
     )
     starts = plan.first_choice
+    if guides is not None:
+        guides.make_room(sum(row.turn.grammar is not None for row in rows))
     for i, row in zip(changed, rows, strict=True):
         places = slice(int(starts[i]), int(starts[i]) + 1 + row.num_drafts)
         if row.turn.grammar is not None:
@@ -129,10 +131,9 @@ def _guide(row: _Row, request_id: int, guides: Guides, allowed: np.ndarray) -> N
     """Writes the masks of a row's grammar, uint32[1 + drafts, words]."""
     assert row.turn.grammar is not None
     output = row.tokens[row.length - row.generated :]
-    cursor = Cursor(row.turn.grammar, output[: row.generated], output[row.generated :])
     try:
         with mask_failures_of(request_id):
-            guides.fill([cursor], allowed)
+            guides.fill(row.turn.grammar, output[: row.generated], output[row.generated :], allowed)
     except GuidanceError as error:
         raise RequestFailure(
             f"the grammar of request {request_id} can't go on: {error}", (request_id,)
@@ -197,21 +198,33 @@ def _clear(mask: np.ndarray, tokens: Iterable[int]) -> None:
         mask[token // 32] &= ~np.uint32(1 << token % 32)
 
 
-def with_forced(control: Control, plan: StepPlan, settled: Settled, guides: Guides | None) -> Settled:
-    """Adds the tokens that grammars force next; they follow as drafts. A grammar that can't go on is met later.
+def with_grammars(control: Control, plan: StepPlan, settled: Settled, guides: Guides | None) -> Settled:
+    """Adds the tokens that grammars force next, which follow as drafts, and which turns end before their grammars do.
+
+    A grammar that can't go on is met by the next step; where a turn ends, nothing shows that it is complete.
 
     Raises:
-        RetryableStepError: They could not be had for now.
+        RetryableStepError: This could not be told for now.
     """
-    forced = {}
+    assert guides is not None
+    forced, incomplete = {}, set()
     for i in np.flatnonzero(control.requests.traits[plan.index] & Traits.GUIDED):
-        new = settled.token[settled.row == i]
-        if len(new) == 0 or settled.reason[settled.row == i][-1] != FinishReason.NONE:
+        choices = np.flatnonzero(settled.row == i)
+        if len(choices) == 0:
             continue
-        row = plan.index[i]
+        row, last = plan.index[i], int(choices[-1])
+        reason = settled.reason[last]
+        if reason == FinishReason.EOS:
+            continue
         length, generated = int(control.requests.length[row]), int(control.requests.generated[row])
-        output = np.append(control.tokens.read(row, length - generated, length), new)
-        assert guides is not None
+        output = np.append(control.tokens.read(row, length - generated, length), settled.token[choices])
+        grammar = control.requests.carried[row].turn.grammar
+        complete = False
         with contextlib.suppress(GuidanceError), mask_failures_of(int(plan.request_ids[i])):
-            forced[int(i)] = guides.forced(control.requests.carried[row].turn.grammar, output)
-    return dataclasses.replace(settled, forced=forced)
+            if reason == FinishReason.NONE:
+                forced[int(i)] = guides.forced(grammar, output)
+            else:
+                complete = guides.is_complete(grammar, output, settled.stop.get(last, ""))
+        if reason != FinishReason.NONE and not complete:
+            incomplete.add(last)
+    return dataclasses.replace(settled, forced=forced, incomplete=incomplete)

@@ -15,6 +15,8 @@ class EngineEventFlags(enum.IntFlag):
     FAILED = 4
     CAPACITY_BLOCKED = 8
     RETRYABLE = 16
+    GRAMMAR_INCOMPLETE = 32
+    """A limit or a stop string ended the turn, and the grammar doesn't allow its text to end there."""
 
 
 class FinishReason(enum.IntEnum):

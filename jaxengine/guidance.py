@@ -1,6 +1,6 @@
 """Grammars that bound what a turn may say; where a turn stands in its grammar is a value.
 
-A `Cursor` is a grammar and the tokens accepted in this turn so far. The masks for its next tokens follow from it alone,
+A cursor is a grammar and the tokens accepted in this turn so far. The masks for its next tokens follow from it alone,
 so a step that is dropped, tried again or forked has nothing to take back here. The library llguidance parses with
 matchers that move; they serve as a cache only: one is kept for each of the latest cursors and never moves again, and a
 cursor that goes on gets a copy, which costs a few microseconds whatever its length.
@@ -11,18 +11,20 @@ beginning of a text drops it from a turn that the grammar makes begin with one, 
 
 from __future__ import annotations
 
+import bisect
 import collections
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxengine.grammars import Grammar, library, limits, one_line, source
 from jaxengine.text import Tokenizer
 
-__all__ = ["Cursor", "Grammar", "GuidanceError", "Guides"]
+__all__ = ["Grammar", "GuidanceError", "Guides"]
 
 T = TypeVar("T")
 
@@ -33,29 +35,7 @@ _SPARE_MATCHERS = 64
 
 
 class GuidanceError(ValueError):
-    """A cursor has no next token: its tokens break the grammar, or the library gave the grammar up; that stays so.
-
-    Attributes:
-        cursor: The place of the cursor in the call, from 0.
-    """
-
-    def __init__(self, message: str, cursor: int = 0) -> None:
-        super().__init__(message)
-        self.cursor = cursor
-
-
-class Cursor(NamedTuple):
-    """Where a turn stands in its grammar.
-
-    Attributes:
-        grammar: The turn's grammar.
-        tokens: int32[accepted], the tokens generated in this turn.
-        drafts: int32[drafts], tokens proposed to come next.
-    """
-
-    grammar: Grammar
-    tokens: np.ndarray
-    drafts: np.ndarray
+    """A cursor has no next token: its tokens break the grammar, or the library gave the grammar up; that stays so."""
 
 
 class Guides:
@@ -98,19 +78,28 @@ class Guides:
         """The ids that end a turn."""
         return self._eos
 
+    def make_room(self, turns: int) -> None:
+        """Keeps the matchers of so many turns from now on, at least: with fewer, each step would parse turns anew."""
+        with self._lock:
+            self._capacity = max(self._capacity, _SPARE_MATCHERS + 2 * turns)
+
     def prepare(self, grammar: Grammar) -> None:
         """Compiles a grammar ahead of its first mask, which can take a while.
 
         Raises:
             GuidanceError: No turn can begin under it with this tokenizer.
         """
-        none = np.zeros(0, np.int32)
-        self.fill([Cursor(grammar, none, none)], np.empty((1, len(self._eos_row)), np.uint32))
+        self.fill(grammar, (), (), np.empty((1, len(self._eos_row)), np.uint32))
 
-    def fill(self, cursors: Sequence[Cursor], out: np.ndarray) -> None:
-        """Writes the masks of the next tokens.
+    def fill(
+        self,
+        grammar: Grammar,
+        tokens: Sequence[int] | np.ndarray,
+        drafts: Sequence[int] | np.ndarray,
+        out: np.ndarray,
+    ) -> None:
+        """Writes the masks of a turn's next tokens: after `tokens`, after those and the first draft, and so on.
 
-        Each cursor has 1 + len(drafts) rows in order: after its tokens, after those and the first draft, and so on.
         Rows behind a draft that its mask refuses, or that ends the turn, hold the EOS ids. Those behind a draft that
         the grammar has no token to follow are empty, so that it is not accepted: if it is chosen all the same, the
         next call raises. An EOS id is allowed exactly where the grammar may end; a first row without any id is one
@@ -118,25 +107,35 @@ class Guides:
         Masks follow the tokenizer's own spelling: where the grammar forces text, they allow its next token only.
 
         Args:
-            cursors: The cursors.
-            out: uint32[rows, ceil(vocab_size / 32)]; bit b of word w stands for id 32w + b. Not to be used after an
-                error.
+            grammar: The turn's grammar.
+            tokens: int32[accepted], the tokens generated in this turn.
+            drafts: int32[drafts], tokens proposed to come next.
+            out: uint32[1 + drafts, ceil(vocab_size / 32)]; bit b of word w stands for id 32w + b. Not to be used after
+                an error.
 
         Raises:
-            GuidanceError: A cursor, named by its place, can't go on, now or later; the others can.
+            GuidanceError: The turn can't go on, now or later; others can.
                 Anything else that is raised is of the moment, and the call may be repeated.
             ValueError: `out` has another shape or dtype.
         """
-        shape = (sum(1 + len(cursor.drafts) for cursor in cursors), len(self._eos_row))
+        shape = 1 + len(drafts), len(self._eos_row)
         if out.shape != shape or out.dtype != np.uint32:
-            raise ValueError(f"out is {out.dtype}{list(out.shape)}; these cursors need uint32{list(shape)}")
+            raise ValueError(f"out is {out.dtype}{list(out.shape)}; this turn needs uint32{list(shape)}")
+        proposed = [int(draft) for draft in drafts]
         with self._lock:
-            self._capacity = max(self._capacity, _SPARE_MATCHERS + 2 * len(cursors))
-            row = 0
-            for place, cursor in enumerate(cursors):
-                rows = out[row : row + 1 + len(cursor.drafts)]
-                self._fill_checked(place, cursor, rows)
-                row += len(rows)
+            for kept in range(len(proposed), -1, -1):
+                try:
+                    self._settled(
+                        grammar, functools.partial(self._fill, grammar, tokens, proposed[:kept], out)
+                    )
+                except GuidanceError:
+                    # Perhaps it is a draft behind which nothing can follow.
+                    if kept == 0:
+                        raise
+                else:
+                    if kept < len(proposed):
+                        out[kept + 1 :] = 0
+                    return
 
     def forced(self, grammar: Grammar, tokens: Sequence[int] | np.ndarray) -> tuple[int, ...]:
         """The tokens that must come next after `tokens`, as the tokenizer spells the forced text; often none.
@@ -149,7 +148,6 @@ class Guides:
         with self._lock:
             forced = self._settled(
                 grammar,
-                0,
                 lambda: self._checked(
                     self._matcher(grammar, tokens), lambda matcher: matcher.compute_ff_tokens()
                 ),
@@ -157,38 +155,31 @@ class Guides:
         ends = [place for place, token in enumerate(forced) if token in self._eos]
         return tuple(forced[: ends[0]] if ends else forced)
 
-    def is_complete(self, grammar: Grammar, tokens: Sequence[int] | np.ndarray) -> bool:
-        """Whether the turn may end after `tokens`.
+    def is_complete(self, grammar: Grammar, tokens: Sequence[int] | np.ndarray, stop: str = "") -> bool:
+        """Whether the grammar may end after `tokens`, or with `stop` after the text before that.
+
+        Args:
+            grammar: The turn's grammar.
+            tokens: int32[accepted], the tokens generated in this turn.
+            stop: A string that the last of the tokens completes.
 
         Raises:
             GuidanceError: As in `fill`.
         """
         with self._lock:
-            return self._settled(grammar, 0, lambda: self._ends(self._matcher(grammar, tokens)))
+            if stop:
+                tokens = self._vocabulary.before(np.asarray(tokens).tolist(), stop)
+            return self._settled(grammar, lambda: self._ends(self._matcher(grammar, tokens)))
 
-    def _fill_checked(self, place: int, cursor: Cursor, rows: np.ndarray) -> None:
-        """Writes a cursor's rows; a draft behind which nothing can follow has empty rows behind it, and is no error."""
-        failure: GuidanceError | None = None
-        for kept in range(len(cursor.drafts), -1, -1):
-            shorter = cursor._replace(drafts=cursor.drafts[:kept])
-            try:
-                self._settled(cursor.grammar, place, functools.partial(self._fill, shorter, rows))
-            except GuidanceError as error:
-                failure = error
-                continue
-            if failure is not None:
-                rows[kept + 1 :] = 0
-            return
-        assert failure is not None
-        raise failure
-
-    def _fill(self, cursor: Cursor, rows: np.ndarray) -> None:
-        matcher = self._matcher(cursor.grammar, cursor.tokens)
+    def _fill(
+        self, grammar: Grammar, tokens: Sequence[int] | np.ndarray, drafts: list[int], rows: np.ndarray
+    ) -> None:
+        matcher = self._matcher(grammar, tokens)
         self._mask(matcher, rows[0])
         rows[1:] = self._eos_row
-        if len(cursor.drafts):
+        if drafts:
             matcher = matcher.deep_copy()
-        for place, draft in enumerate(cursor.drafts.tolist()):
+        for place, draft in enumerate(drafts):
             if draft in self._eos or not self._allows(rows[place], draft):
                 break
             self._consume(matcher, [draft])
@@ -217,23 +208,23 @@ class Guides:
     def _allows(self, row: np.ndarray, token: int) -> bool:
         return 0 <= token < 32 * len(row) and bool(row[token // 32] >> np.uint32(token % 32) & np.uint32(1))
 
-    def _settled(self, grammar: Grammar, place: int, work: Callable[[], T]) -> T:
+    def _settled(self, grammar: Grammar, work: Callable[[], T]) -> T:
         """What `work` returns.
 
         Matchers of a grammar share their automaton, so an error may come from what others left in it, as its size.
         After one all of them are dropped; only what a fresh one says too is permanent.
         """
-        for last in (False, True):
-            try:
-                return work()
-            except GuidanceError as error:
-                self._forget(grammar)
-                if last:
-                    raise GuidanceError(str(error), place) from error
-            except BaseException:
-                self._forget(grammar)
-                raise
-        raise AssertionError
+        try:
+            return self._unspoilt(grammar, work)
+        except GuidanceError:
+            return self._unspoilt(grammar, work)
+
+    def _unspoilt(self, grammar: Grammar, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except BaseException:
+            self._forget(grammar)
+            raise
 
     def _forget(self, grammar: Grammar) -> None:
         self._compiled.pop(grammar, None)
@@ -323,6 +314,20 @@ class _Vocabulary:
         except BaseException as error:
             self.error = error
             return self.greedy(text)
+
+    def before(self, tokens: list[int], stop: str) -> list[int]:
+        """Tokens that spell the text before a stop string that the last of `tokens` completes."""
+        pieces = [b"" if token in self._special else self.tokens[token] for token in tokens]
+        text, wanted = b"".join(pieces), stop.encode()
+        end = text.find(wanted, max(len(text) - len(pieces[-1]) - len(wanted) + 1, 0))
+        lengths = list(itertools.accumulate(map(len, pieces), initial=0))
+        # A token that the stop string cuts is spelled otherwise, from the border of a character on.
+        for kept in range(bisect.bisect_right(lengths, end) - 1, -1, -1):
+            rest = text[lengths[kept] : end].decode(errors="replace")
+            spelled = self.greedy(rest)
+            if self._spells(spelled, rest) and rest.encode() == text[lengths[kept] : end]:
+                return [*tokens[:kept], *spelled]
+        raise GuidanceError(f"the tokenizer can't spell what comes before {stop!r}")
 
     def _spells(self, tokens: list[int], text: str) -> bool:
         joined = b"".join(self.tokens[token] for token in tokens)

@@ -11,7 +11,7 @@ with its probability.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
 import numpy as np
 
@@ -38,6 +38,7 @@ class Settled:
         texts: By row of the plan, where its text stands afterwards, and what of it is shown yet if it ends there.
         logprobs: By choice, where they are reported.
         forced: By row of the plan, tokens that its grammar forces next.
+        incomplete: Choices that end their turns before the grammars do.
         scores: By row of the plan, of the next tokens of its turn's input.
     """
 
@@ -52,6 +53,7 @@ class Settled:
     texts: Mapping[int, tuple[TextState, str]]
     logprobs: Mapping[int, TokenLogprobs] = dataclasses.field(default_factory=dict)
     forced: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    incomplete: Set[int] = frozenset()
     scores: Mapping[int, tuple[TokenLogprobs | None, ...]] = dataclasses.field(default_factory=dict)
 
 

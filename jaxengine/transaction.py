@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxengine.bookkeeping import next_control
 from jaxengine.carried import Traits
-from jaxengine.choosing import edits_of, sampling_rows, with_forced
+from jaxengine.choosing import edits_of, sampling_rows, with_grammars
 from jaxengine.errors import (
     ContractError,
     ExecutionCapacityError,
@@ -193,7 +193,7 @@ def _settled(model: Model, control: Control, plan: StepPlan, bucket: Bucket, log
     reach(Stage.SAMPLE)
     if reports is not None and choice.logprobs is not None:
         settled = with_reports(control, plan, settled, reports, choice.logprobs)
-    return with_forced(control, plan, settled, model.guides) if guided else settled
+    return with_grammars(control, plan, settled, model.guides) if guided else settled
 
 
 def _require_choices(

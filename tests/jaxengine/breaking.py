@@ -42,6 +42,16 @@ def outcome(stage: Stage, kind: str) -> je.StepOutcome | None:
     return je.StepOutcome.EXECUTION_CONTRACT_FAILURE if reserving else je.StepOutcome.FATAL_EXECUTION_FAILURE
 
 
+SURVIVED = [
+    (stage, kind)
+    for stage in Stage
+    for kind in ("retryable", "memory", "unknown")
+    if outcome(stage, kind) not in (None, je.StepOutcome.EXECUTION_CONTRACT_FAILURE)
+    and stage is not Stage.PUBLISH
+]
+"""Stages and kinds of errors that an engine that isolates goes on after."""
+
+
 @dataclasses.dataclass
 class Story:
     """What a caller saw of an engine.

@@ -1,10 +1,11 @@
 """Guides of toy tokenizers, their masks, and turns that a model of chance would say under them."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxengine.guidance import Cursor, Grammar, Guides
+from jaxengine.guidance import Grammar, Guides
 from jaxengine.text import Tokenizer
 from tests.text import toy_tokenizers as toy
 
@@ -32,15 +33,25 @@ def fresh(eos: Sequence[int] = EOS, tokenizer: Tokenizer = TOKENIZER, width: int
     return Guides(tokenizer, eos, width)
 
 
+class Cursor(NamedTuple):
+    """Where a turn stands in its grammar, and what is proposed to come next; both int32."""
+
+    grammar: Grammar
+    tokens: np.ndarray
+    drafts: np.ndarray
+
+
 def cursor(grammar: Grammar, tokens: Sequence[int] = (), drafts: Sequence[int] = ()) -> Cursor:
     return Cursor(grammar, np.array(tokens, np.int32), np.array(drafts, np.int32))
 
 
 def masks(guides: Guides, *cursors: Cursor) -> np.ndarray:
-    """bool[rows, vocab_size]."""
-    rows = sum(1 + len(each.drafts) for each in cursors)
-    out = np.full((rows, -(-guides.vocab_size // 32)), 0xDEADBEEF, np.uint32)
-    guides.fill(cursors, out)
+    """bool[rows, vocab_size], the rows of one cursor behind those of the other."""
+    words = -(-guides.vocab_size // 32)
+    outs = [np.full((1 + len(each.drafts), words), 0xDEADBEEF, np.uint32) for each in cursors]
+    for each, rows in zip(cursors, outs, strict=True):
+        guides.fill(*each, rows)
+    out = np.concatenate(outs)
     bits = np.unpackbits(out.view(np.uint8), axis=1, bitorder="little").astype(bool)
     assert not bits[:, guides.vocab_size :].any()
     return bits[:, : guides.vocab_size]

@@ -72,6 +72,7 @@ class Result:
     detail: str = ""
     logprobs: list[Any] = dataclasses.field(default_factory=list)
     terminals: int = 0
+    incomplete: bool = False
 
     def take(self, event: je.Event) -> None:
         if je.EngineEventFlags.TOKEN in event.flags:
@@ -81,6 +82,9 @@ class Result:
         if ENDED in event.flags:
             self.reason, self.code, self.detail = event.finish_reason, event.error_code, event.detail
             self.terminals += 1
+            self.incomplete = je.EngineEventFlags.GRAMMAR_INCOMPLETE in event.flags
+        else:
+            assert je.EngineEventFlags.GRAMMAR_INCOMPLETE not in event.flags
 
 
 def serve(

@@ -137,6 +137,7 @@ def test_B3_flags_and_codes_are_pinned():
         "FAILED": 4,
         "CAPACITY_BLOCKED": 8,
         "RETRYABLE": 16,
+        "GRAMMAR_INCOMPLETE": 32,
     }
     assert je.EngineEventFlags.NONE == 0
     assert [reason.name for reason in je.FinishReason] == [

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxengine import guidance
-from jaxengine.guidance import Cursor, Grammar, Guides
+from jaxengine.guidance import Grammar, Guides
 from tests.jaxengine.guided import (
     ARITHMETIC,
     EOS,
     TOKENIZER,
+    Cursor,
     allowed,
     cursor,
     fresh,
@@ -129,9 +130,11 @@ def test_L1_a_turn_costs_one_copy_and_its_new_tokens(guides, monkeypatch):
 def test_L1_what_is_cached_is_bounded(guides):
     guides = fresh()
     tokens = spelled("ab" * 100)
+    guides.make_room(10)
+    guides.make_room(5)
     for length in range(200):
         masks(guides, cursor(Grammar.regex("[a-c]*"), tokens[:length]))
-    assert len(guides._matchers) == guides._capacity == guidance._SPARE_MATCHERS + 2
+    assert len(guides._matchers) == guides._capacity == guidance._SPARE_MATCHERS + 2 * 10
 
 
 def test_L3_masks_may_be_asked_for_from_any_thread(guides):

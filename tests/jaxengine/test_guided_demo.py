@@ -41,6 +41,14 @@ def run(model, names):
     return texts, ends
 
 
+def is_whole(text, name):
+    try:
+        jsonschema.validate(json.loads(text), SCHEMAS[name])
+    except (json.JSONDecodeError, jsonschema.ValidationError):
+        return False
+    return True
+
+
 @pytest.fixture(scope="module")
 def model(demo_folder):
     return je.load_model(demo_folder, weights="fast")
@@ -57,6 +65,8 @@ def test_L1_case_C28_fifty_schemas_are_kept_or_say_that_they_were_cut(model):
     assert len(done) >= 30
     for name in done:
         jsonschema.validate(json.loads(texts[name]), SCHEMAS[name])
+    for name, end in ends.items():
+        assert (je.EngineEventFlags.GRAMMAR_INCOMPLETE in end.flags) == (not is_whole(texts[name], name))
     for name in reasons.keys() - set(done):
         assert ends[name].usage.generated_tokens == BUDGET
 
@@ -79,4 +89,5 @@ def test_L1_L2_F8_case_C28_faults_change_no_text_of_the_demo_model(model):
         texts, ends = run(model, HANDFUL)
     assert all(fault.fired for fault in faults)
     assert texts == expected
+    assert [end.flags for end in ends.values()] == [end.flags for end in ended.values()]
     assert not any(end.detail for end in ends.values())

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 import jaxengine as je
 from jaxengine.toy import continuation, toy_model
-from tests.jaxengine.breaking import KINDS, outcome
+from tests.jaxengine.breaking import KINDS, SURVIVED
 from tests.jaxengine.guided_turns import (
     CONFIG,
     ENDED,
@@ -186,15 +186,6 @@ def test_L2_an_older_state_goes_on_after_the_newer_one_has_ended():
         while je.plan_step(older).outcome == je.StepOutcome.COMMITTED:
             older, _ = je.commit(older, je.execute(MODEL, older, je.plan_step(older)), donate=False)
         assert [tokens_of(older, request_id) for request_id in (1, 2)] == last
-
-
-SURVIVED = [
-    pytest.param(stage, kind, id=f"{stage.value}-{kind}")
-    for stage in je.Stage
-    for kind in ("retryable", "memory", "unknown")
-    if outcome(stage, kind) not in (None, je.StepOutcome.EXECUTION_CONTRACT_FAILURE)
-    and stage is not je.Stage.PUBLISH
-]
 
 
 @pytest.mark.parametrize(("stage", "kind"), SURVIVED)
