@@ -30,6 +30,7 @@ from jaxengine.text import Message, TextError, Tokenizer
 
 Prompt = str | Sequence[int] | np.ndarray
 """Raw text, which the tokenizer turns into ids by its own rules, or the ids themselves."""
+_GOLDEN = 0x9E3779B9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Completion:
         stop: The stop string that ended it, or empty.
         logprobs: One a token, where the sampling settings ask for them; else empty.
         prompt_logprobs: One a token of the prompt, None for its first, where the settings ask for them; else empty.
+        grammar_incomplete: A limit or a stop string ended it, and its grammar doesn't allow the text to end there.
     """
 
     prompt_token_ids: tuple[int, ...]
@@ -57,6 +59,7 @@ class Completion:
     stop: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    grammar_incomplete: bool = False
 
 
 class LLM:
@@ -104,14 +107,15 @@ class LLM:
 
         Args:
             prompts: Texts, or lists of token ids; a single text counts as a list of one.
-            sampling: How tokens are chosen, for every prompt alike; what is unset takes the folder's `search` value,
-                and without a seed each completion takes its place in the result as one.
+            sampling: How tokens are chosen, for every prompt alike; what is unset takes the folder's `search` value.
+                Without a seed each completion has one by its prompt's place and its own among those of the prompt.
             max_tokens: Most *new* tokens a prompt. None sets no limit but the one on prompt and completion together;
                 0 generates nothing: each completion is empty, and tells how many tokens the prompt has and its
                 logprobs where the sampling settings ask for them.
             grammar: What every completion follows.
             proposer: Where drafts come from, for speed; None proposes none. The completions stay the same.
             n: Completions a prompt, one behind the other in the result; with a seed, the next ones count up from it.
+                A larger `n` adds completions and changes none.
 
         Returns:
             One completion a prompt, in the order of the prompts.
@@ -211,6 +215,7 @@ class LLM:
         limit = min(self.model.config.max_length, self._engine.metrics.pool_tokens)
         sampling = SamplingParams() if sampling is None else sampling
         options = RequestOptions(limit, sampling, grammar, proposer)
+        self._engine.prepare(options)
         self._require_servable(prompts, options, TurnOptions(max_tokens))
         if max_tokens == 0:
             return [each for each in self._scored(prompts, options) for _ in range(n)]
@@ -229,9 +234,16 @@ class LLM:
     def _scored(self, prompts: list[list[int]], options: RequestOptions) -> list[Completion]:
         """Completions without a token. A prompt's logprobs come with a first choice, which is left out."""
         asked = options.sampling.prompt_logprobs
+        guides, grammar = self.model.guides, options.grammar
+        incomplete = guides is not None and grammar is not None and not guides.is_complete(grammar, ())
         empty = [
             Completion(
-                tuple(prompt), (), "", FinishReason.MAX_GENERATED_TOKENS, Usage(prompt_tokens=len(prompt))
+                tuple(prompt),
+                (),
+                "",
+                FinishReason.MAX_GENERATED_TOKENS,
+                Usage(prompt_tokens=len(prompt)),
+                grammar_incomplete=incomplete,
             )
             for prompt in prompts
         ]
@@ -266,6 +278,7 @@ class LLM:
             stop=end.stop,
             logprobs=tuple(work.logprobs),
             prompt_logprobs=work.prompt_logprobs,
+            grammar_incomplete=EngineEventFlags.GRAMMAR_INCOMPLETE in end.flags,
         )
 
 
@@ -293,9 +306,10 @@ class _Batch:
         prompts: list[list[int]],
         n: int,
     ) -> None:
-        repeated = [(prompt, nth) for prompt in prompts for nth in range(n)]
         self.works = [
-            _Work(prompt, _seeded(options, place, nth)) for place, (prompt, nth) in enumerate(repeated)
+            _Work(prompt, dataclasses.replace(options, sampling=seeded(options.sampling, place, nth)))
+            for place, prompt in enumerate(prompts)
+            for nth in range(n)
         ]
         self._engine = engine
         self._max_tokens = max_tokens or 0
@@ -356,11 +370,14 @@ class _Batch:
             del self._running[request]
 
 
-def _seeded(options: RequestOptions, place: int, nth: int) -> RequestOptions:
-    """Gives an unseeded completion its place in the list as its seed, and each of a seeded prompt one of its own."""
-    seed = options.sampling.seed
-    seed = place if seed is None else (seed + nth) % 2**32
-    return dataclasses.replace(options, sampling=dataclasses.replace(options.sampling, seed=seed))
+def seeded(sampling: SamplingParams, place: int, nth: int) -> SamplingParams:
+    """The settings of a prompt's `nth` completion.
+
+    The seeds of a prompt's completions count up from the given one. Without one they depend on the prompt's place and
+    on `nth` only, so that more completions change none of the others; multiples of the golden ratio keep them apart.
+    """
+    seed = place + nth * _GOLDEN if sampling.seed is None else sampling.seed + nth
+    return dataclasses.replace(sampling, seed=seed % 2**32)
 
 
 def _listed(name: str, values: object) -> list[Any]:

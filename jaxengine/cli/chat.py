@@ -15,7 +15,7 @@ from jaxengine.cli.options import (
 )
 from jaxengine.cli.output import say, write_text
 from jaxengine.cli.session import USUAL_TOKENS, engine_for, load, make_request, pool_tokens
-from jaxengine.cli.turns import stream_reply
+from jaxengine.cli.turns import stream_reply, tell_of_grammar
 from jaxengine.config import RequestOptions, TurnOptions
 from jaxengine.events import FinishReason
 from jaxengine.text import Message
@@ -74,11 +74,15 @@ def run(arguments: argparse.Namespace) -> int:
             reply = stream_reply(engine, request)
             write_text("\n")
             messages = [*turn, {"role": "assistant", "content": reply.text}]
-            match reply.finish_reason:
+            tell_of_grammar(reply)
+            match reply.end.finish_reason:
                 case FinishReason.CANCELLED:
                     say("jaxengine: interrupted; the chat goes on")
+                case FinishReason.FAILED if engine.state.control.failure is not None:
+                    raise CommandError(f"generation failed: {reply.end.detail}")
                 case FinishReason.FAILED:
-                    raise CommandError(f"generation failed: {reply.detail}")
+                    say(f"jaxengine: this reply failed: {reply.end.detail}")
+                    status = FAILURE
                 case FinishReason.MAX_GENERATED_TOKENS:
                     say(f"jaxengine: stopped at --max-tokens {arguments.max_tokens}")
                 case FinishReason.MAX_SESSION_TOKENS:

@@ -137,7 +137,7 @@ def _add_grammars(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--lark", type=Path, metavar="FILE", help="the file of a Lark grammar")
 
 
-def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
+def sampling_of(arguments: argparse.Namespace, logprobs: int | None = None) -> SamplingParams:
     """The sampling options as the engine's value; raises `CommandError`, naming the option, for one out of range."""
     try:
         return SamplingParams(
@@ -155,6 +155,7 @@ def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
             stop_token_ids=arguments.stop_token,
             ignore_eos=arguments.ignore_eos,
             stop=arguments.stop,
+            logprobs=logprobs,
         )
     except ValueError as error:
         raise CommandError(in_words_of_options(error), USAGE) from error

@@ -6,20 +6,20 @@ import signal
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from jaxengine.cli.output import write_text
+from jaxengine.cli.output import say, write_text
 from jaxengine.engine import Engine
 from jaxengine.errors import EngineError
-from jaxengine.events import EngineEventFlags, FinishReason
-from jaxengine.handles import Request
+from jaxengine.events import EngineEventFlags, TokenLogprobs
+from jaxengine.handles import Event, Request
 
 
 @dataclasses.dataclass(frozen=True)
 class Reply:
-    """What a turn came to: its text, why it ended, and in a failure what went wrong."""
+    """What a turn came to: its text, its tokens with their log-probabilities if asked for, and its last event."""
 
     text: str
-    finish_reason: FinishReason
-    detail: str
+    logprobs: tuple[tuple[int, TokenLogprobs], ...]
+    end: Event
 
 
 def stream_reply(engine: Engine, request: Request) -> Reply:
@@ -32,6 +32,7 @@ def stream_reply(engine: Engine, request: Request) -> Reply:
         EngineError: The engine can't go on.
     """
     pieces: list[str] = []
+    logprobs: list[tuple[int, TokenLogprobs]] = []
     with _interrupts() as interrupted:
         while True:
             if interrupted():
@@ -43,8 +44,16 @@ def stream_reply(engine: Engine, request: Request) -> Reply:
                     continue  # a dropped step, which the engine tries again
                 pieces.append(event.text)
                 write_text(event.text)
+                if EngineEventFlags.TOKEN in event.flags and event.logprobs is not None:
+                    logprobs.append((event.token, event.logprobs))
                 if EngineEventFlags.TURN_FINISHED in event.flags:
-                    return Reply("".join(pieces), event.finish_reason, event.detail)
+                    return Reply("".join(pieces), tuple(logprobs), event)
+
+
+def tell_of_grammar(reply: Reply) -> None:
+    """Says so if a reply with a grammar was ended before that."""
+    if EngineEventFlags.GRAMMAR_INCOMPLETE in reply.end.flags:
+        say("jaxengine: the reply is incomplete: it ended before its grammar did")
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 import signal
 import subprocess
 
@@ -10,6 +11,7 @@ import pytest
 import jaxengine as je
 from jaxengine.cli import main
 from jaxengine.cli.session import engine_for
+from jaxengine.guidance import GuidanceError, Guides
 from jaxengine.text import Tokenizer
 from tests.cli.tiny_model import CONTEXT, variant
 
@@ -79,6 +81,35 @@ def test_T2_a_message_that_does_not_fit_is_refused_and_the_chat_goes_on(tiny, mo
     assert "this message is refused" in err
     assert "of at most 100; leave room for at least one generated token" in err
     assert out == replies_on_one_request(tiny, ["hello"], 3)[0] + "\n"
+
+
+def test_T2_L3_a_reply_whose_grammar_fails_is_told_and_the_chat_goes_on(tiny, monkeypatch, capsys):
+    """The mask of the first message is given up; the second message is answered by the same request."""
+    masks = []
+    real = Guides.fill
+
+    def fill(self, *arguments):
+        masks.append(arguments)
+        if len(masks) == 2:  # the first one was made ahead
+            raise GuidanceError("the grammar grew too large")
+        real(self, *arguments)
+
+    monkeypatch.setattr(Guides, "fill", fill)
+    status, out, err = chat(monkeypatch, capsys, tiny, ["hello", "again"], "--regex", "[ab]{3}")
+    assert status == 1
+    assert err.startswith(
+        "jaxengine: this reply failed: the grammar of request 1 can't go on: the grammar grew"
+    )
+    assert err.count("\n") == 1
+    assert re.fullmatch("\n[ab]{3}\n", out)
+
+
+def test_T2_an_engine_that_failed_for_good_ends_the_chat(tiny, monkeypatch, capsys):
+    with je.inject_fault(je.Stage.EXECUTE, RuntimeError("the device is on fire")):
+        status, _, err = chat(monkeypatch, capsys, tiny, ["hello", "again"])
+    assert status == 1
+    assert err.startswith("jaxengine: error: generation failed: ")
+    assert err.count("\n") == 1
 
 
 def test_A5_a_chat_that_reached_its_limit_says_so(tiny, monkeypatch, capsys):

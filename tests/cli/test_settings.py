@@ -118,3 +118,48 @@ def test_L1_a_reply_follows_its_grammar(generate, tmp_path):
 def test_drafts_change_no_reply(generate):
     bias = ["--frequency-penalty=-2", "--temperature", "1"]
     assert generate(*bias, "--drafts", "4", tokens=40) == generate(*bias, tokens=40)
+
+
+def test_case_C28_an_answer_that_was_cut_before_its_grammar_ended_says_so(tiny, capsys):
+    words = ["--raw", "--model", str(tiny), "--regex", "[ab]{3}"]
+    for limit, told in ((2, True), (3, False), (4, False)):
+        assert main(["generate", PROMPT, *words, "--max-tokens", str(limit)]) == 0
+        err = capsys.readouterr().err
+        assert ("the reply is incomplete: it ended before its grammar did\n" in err) == told
+
+
+def test_K3_several_answers_are_the_librarys(tiny, llm, capsys):
+    words = ["--raw", "--model", str(tiny), "--max-tokens", "9", "--temperature", "3", "--n", "3"]
+    for seed in (None, 4):
+        options = [] if seed is None else ["--seed", str(seed)]
+        assert main(["generate", PROMPT, *words, *options]) == 0
+        out, err = capsys.readouterr()
+        expected = llm.generate(PROMPT, je.SamplingParams(temperature=3.0, seed=seed), max_tokens=9, n=3)
+        assert out == "".join(f"{each.text}\n" for each in expected)
+        assert len({each.text for each in expected}) == 3
+        assert [line for line in err.splitlines() if "answer" in line] == [
+            f"jaxengine: answer {nth} of 3" for nth in (1, 2, 3)
+        ]
+
+
+def test_K1_logprobs_are_printed_a_line_a_token(tiny, llm, capsys):
+    words = ["--raw", "--model", str(tiny), "--max-tokens", "5"]
+    for top in (0, 2):
+        assert main(["generate", PROMPT, *words, "--logprobs", str(top)]) == 0
+        out, err = capsys.readouterr()
+        (expected,) = llm.generate(PROMPT, je.SamplingParams(logprobs=top), max_tokens=5)
+        assert out == expected.text + "\n"
+        *lines, last = err.splitlines()
+        assert last == "jaxengine: stopped at --max-tokens 5"
+        assert len(lines) == len(expected.token_ids)
+        for line, token, logprobs in zip(lines, expected.token_ids, expected.logprobs, strict=True):
+            own, *others = [
+                float(number) for number in re.findall(r" (-?[0-9]+\.[0-9]{3})(?=,|  of|$)", line)
+            ]
+            assert own == pytest.approx(logprobs.chosen, abs=6e-4)
+            assert others == pytest.approx([logprob for _, logprob in logprobs.top], abs=6e-4)
+            piece = llm.tokenizer.special_tokens.get(token)
+            piece = piece.encode() if piece else llm.tokenizer.piece(token, first=False)
+            assert line.startswith(
+                (repr(piece.decode(errors="replace")), repr(piece), piece.decode("latin1"))
+            )

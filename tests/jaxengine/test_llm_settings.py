@@ -44,10 +44,15 @@ def test_K3_several_completions_are_those_of_seeds_that_count_up(llm):
 
 
 def test_K3_without_a_seed_completions_differ_and_are_repeatable(llm):
-    warm = je.SamplingParams(temperature=1.0)
+    warm = je.SamplingParams(temperature=3.0)
     once = llm.generate(PROMPTS[:1], warm, max_tokens=6, n=4)
     assert len({each.token_ids for each in once}) == 4
     assert llm.generate(PROMPTS[:1], warm, max_tokens=6, n=4) == once
+    # A second completion changes none of the first ones, and none is that of another prompt at its place.
+    texts = [each.token_ids for each in llm.generate([PROMPTS[0]] * 3, warm, max_tokens=6)]
+    doubled = [each.token_ids for each in llm.generate([PROMPTS[0]] * 3, warm, max_tokens=6, n=2)]
+    assert doubled[::2] == texts
+    assert len(set(doubled)) == 6
     assert llm.generate(PROMPTS[0], max_tokens=0, n=2) == llm.generate([PROMPTS[0]] * 2, max_tokens=0)
 
 
@@ -106,6 +111,7 @@ def test_K1_case_C16_a_prompt_is_scored_without_a_token(llm):
     for each in found:
         assert (each.token_ids, each.text, each.usage.generated_tokens) == ((), "", 0)
         assert each.finish_reason is je.FinishReason.MAX_GENERATED_TOKENS
+        assert each.grammar_incomplete, "[ab] allows no empty text"
 
 
 def test_L1_every_completion_follows_the_grammar(llm):
@@ -114,6 +120,18 @@ def test_L1_every_completion_follows_the_grammar(llm):
     assert all(re.fullmatch("[xyz]{3}", each.text) for each in found)
     assert len({each.text for each in found}) > 1
     assert {each.finish_reason for each in found} == {je.FinishReason.EOS}
+
+
+@pytest.mark.parametrize("form", ["generate", "chat"])
+def test_case_C28_a_completion_says_whether_its_grammar_was_cut(llm, form):
+    prompt = [CHAT] if form == "chat" else PROMPTS
+    run = getattr(llm, form)
+    grammar = je.Grammar.regex("[ab]{3}")
+    for limit in range(5):
+        for each in run(prompt, max_tokens=limit, grammar=grammar):
+            assert each.grammar_incomplete == (len(each.text) < 3) == (limit < 3)
+    assert not run(prompt, max_tokens=0, grammar=je.Grammar.regex("a?"))[0].grammar_incomplete
+    assert not run(prompt, max_tokens=1)[0].grammar_incomplete
 
 
 @pytest.mark.parametrize("form", ["generate", "chat"])
