@@ -201,7 +201,7 @@ def _clear(mask: np.ndarray, tokens: Iterable[int]) -> None:
 def with_grammars(control: Control, plan: StepPlan, settled: Settled, guides: Guides | None) -> Settled:
     """Adds the tokens that grammars force next, which follow as drafts, and which turns end before their grammars do.
 
-    A grammar that can't go on is met by the next step; where a turn ends, nothing shows that it is complete.
+    A grammar that can't go on is met by the next step; at the end of a turn it counts as incomplete.
 
     Raises:
         RetryableStepError: This could not be told for now.

@@ -70,6 +70,12 @@ def limit_of_session():
     return engine, engine.run(), requests
 
 
+def cut_before_its_grammar_ended():
+    model = toy_model(text=True, eos=[27])
+    engine, requests = engine_with(PROMPT, model=model, limit=1, grammar=je.Grammar.regex("ab"))
+    return engine, engine.run(), requests
+
+
 def cancelled():
     engine, requests = engine_with(PROMPT)
     requests[0].cancel_turn(1)
@@ -141,6 +147,7 @@ OUTCOMES = {
     "turn complete: stop string": stop_string,
     "turn complete: limit of the turn": limit_of_turn,
     "turn complete: limit of the session": limit_of_session,
+    "turn complete: cut before its grammar ended": cut_before_its_grammar_ended,
     "turn complete: cancelled": cancelled,
     "partial prefill": partial_prefill,
     "capacity blocked": capacity_blocked,
