@@ -305,10 +305,10 @@ class _Vocabulary:
         """Tokens that spell the text; what goes wrong is kept in `error`, since the library would panic at it."""
         try:
             tokens = self._encode(text)
-            if self._spells(tokens, text):
+            if self._spells(tokens, text.encode()):
                 return tokens
             tokens = self.greedy(text)
-            if not self._spells(tokens, text):
+            if not self._spells(tokens, text.encode()):
                 raise GuidanceError(f"the tokenizer can't spell {text!r}, which the grammar forces")
             return tokens
         except BaseException as error:
@@ -323,15 +323,15 @@ class _Vocabulary:
         lengths = list(itertools.accumulate(map(len, pieces), initial=0))
         # A token that the stop string cuts is spelled otherwise, from the border of a character on.
         for kept in range(bisect.bisect_right(lengths, end) - 1, -1, -1):
-            rest = text[lengths[kept] : end].decode(errors="replace")
-            spelled = self.greedy(rest)
-            if self._spells(spelled, rest) and rest.encode() == text[lengths[kept] : end]:
+            rest = text[lengths[kept] : end]
+            spelled = self.greedy(rest.decode(errors="replace"))
+            if self._spells(spelled, rest):
                 return [*tokens[:kept], *spelled]
         raise GuidanceError(f"the tokenizer can't spell what comes before {stop!r}")
 
-    def _spells(self, tokens: list[int], text: str) -> bool:
+    def _spells(self, tokens: list[int], text: bytes) -> bool:
         joined = b"".join(self.tokens[token] for token in tokens)
-        return joined == text.encode() and self._special.isdisjoint(tokens)
+        return joined == text and self._special.isdisjoint(tokens)
 
 
 def _bits(tokens: Collection[int], vocab_size: int) -> np.ndarray:
