@@ -1,0 +1,32 @@
+"""The kernels of which a report is made: a name, a function, and the shapes of its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tests.hopper import samples
+
+
+@dataclasses.dataclass(frozen=True)
+class Registered:
+    """`function` takes arrays of `shapes` and calls one kernel or more."""
+
+    name: str
+    function: Callable[..., Any]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]
+
+
+def _heads(head_dim: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1, 1024, 4, head_dim), jnp.float16)
+
+
+KERNELS = (
+    Registered("copy", samples.copy, (jax.ShapeDtypeStruct((64, 64), jnp.float32),)),
+    Registered("JAX's attention", functools.partial(samples.attention, 64), (_heads(64),) * 3),
+)
