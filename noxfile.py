@@ -1,8 +1,8 @@
 """Every check of the project, for a developer's machine and for CI alike: run `nox`.
 
-`nox` runs lint, types, tests (on the Python that runs nox) and, where the machine has a newer Python, a fast
-part of the tests on the newest one and the newest JAX that it takes. What follows `--` goes to pytest, as in
-`nox -s tests -- -k planning`.
+`nox` runs lint, types, tests (on the Python that runs nox), what is compiled for a Hopper card and, where the machine
+has a newer Python, a fast part of the tests on the newest one and the newest JAX that it takes. What follows `--` goes
+to pytest, as in `nox -s tests -- -k planning`.
 """
 
 import os
@@ -104,6 +104,35 @@ def tests_newest(session: nox.Session) -> None:
     files = [f"tests/{package}/test_{name}.py" for package, names in core.items() for name in names]
     chosen = ["tests/pallas_kernels", *files]
     session.run("pytest", *IN_PARALLEL, "-m", "not slow and not demo", *chosen, *session.posargs)
+
+
+# CUDA 13's assembler and disassembler, and what XLA links; a fixed release, since figures in tests depend on it.
+CUDA = tuple(f"{wheel}==13.5.37" for wheel in ("nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm", "nvidia-nvvm"))
+
+
+@nox.session
+def hopper(session: nox.Session) -> None:
+    """Kernels and programs compiled for an NVIDIA Hopper card, which needs no GPU; and a table of the kernels."""
+    _compile_for_hopper(session)
+
+
+@nox.session(name="hopper-newest", python=NEWEST)
+def hopper_newest(session: nox.Session) -> None:
+    """The same with the newest JAX, since it's the compiler of the kernels."""
+    if NEWEST is None:
+        session.skip("this machine has no newer Python than {}.{}".format(*sys.version_info))
+    _compile_for_hopper(session, "--upgrade", "--upgrade-strategy=eager")
+
+
+def _compile_for_hopper(session: nox.Session, *how: str) -> None:
+    session.install(*how, "-e", ".", "hypothesis>=6.130", "pytest>=8.4")
+    version = session.run("python", "-c", "import jax; print(jax.__version__)", silent=True).strip()
+    # Without what they require: the libraries of CUDA are several gigabytes, and only a GPU needs them.
+    plugin = [f"jax-cuda13-{part}=={version}" for part in ("plugin", "pjrt")]
+    session.install("--no-deps", *plugin, *CUDA)
+    session.env["JAX_PLATFORMS"] = "cpu"  # nothing here runs on a GPU, not even where there is one
+    session.run("pytest", "-m", "hopper", "tests/hopper", *session.posargs)
+    session.run("python", "-m", "tests.hopper.report")
 
 
 def _pinned(*tools: str) -> list[str]:

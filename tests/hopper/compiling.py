@@ -17,7 +17,7 @@ from jaxlib import _jax
 
 from tests.hopper.kernel import Kernel
 from tests.hopper.mosaic import kernels_of
-from tests.hopper.topology import device
+from tests.hopper.topology import device, topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,7 @@ def compile_for_hopper(function: Callable[..., Any], *shapes: Any, **jit_options
 
     Arrays lie in the card's memory unless `in_host_memory` says otherwise. Raises what JAX, Mosaic GPU and XLA raise.
     """
+    topology()  # before JAX looks for devices, since it settles how the plugin starts
     placed = jax.tree.map(lambda shape: shape if shape.sharding else _placed(shape, "device"), shapes)
     lowered = jax.jit(function, **jit_options).trace(*placed).lower(lowering_platforms=("cuda",))
     module = lowered.compiler_ir("stablehlo")
