@@ -1,9 +1,16 @@
-"""Paged attention for JAX, usable without `jaxengine`.
+"""Paged attention for JAX, usable without `jaxengine`: kernels for NVIDIA GPUs, and plain JAX for every platform."""
 
-Holds the exact form in plain JAX, which runs on every platform; GPU kernels are to join it behind the same functions.
-"""
-
-from pallas_kernels.attention import KEY_TILE, paged_attention
+from pallas_kernels.attention import best_tile_size, paged_attention
+from pallas_kernels.backends import Backend
+from pallas_kernels.exact_attention import KEY_TILE
 from pallas_kernels.tiles import QueryTiles, make_query_tiles, max_query_tiles
 
-__all__ = ["KEY_TILE", "QueryTiles", "make_query_tiles", "max_query_tiles", "paged_attention"]
+__all__ = [
+    "KEY_TILE",
+    "Backend",
+    "QueryTiles",
+    "best_tile_size",
+    "make_query_tiles",
+    "max_query_tiles",
+    "paged_attention",
+]
