@@ -3,6 +3,8 @@
 from pallas_kernels.attention import best_tile_size, paged_attention
 from pallas_kernels.backends import Backend
 from pallas_kernels.exact_attention import KEY_TILE
+from pallas_kernels.publication import publish_kv, publish_kv_quantised
+from pallas_kernels.quantisation import quantise
 from pallas_kernels.tiles import QueryTiles, make_query_tiles, max_query_tiles
 
 __all__ = [
@@ -13,4 +15,7 @@ __all__ = [
     "make_query_tiles",
     "max_query_tiles",
     "paged_attention",
+    "publish_kv",
+    "publish_kv_quantised",
+    "quantise",
 ]
