@@ -97,14 +97,17 @@ def written(pages: np.ndarray, fresh: np.ndarray, block: np.ndarray, slot: np.nd
 
 
 def agrees(rng: np.random.Generator, shapes: list[Layer], tokens: int, dtype: str, backend: str) -> None:
-    """Layers may differ in all but the block size, and every second one has blocks of its own."""
-    shapes = [dataclasses.replace(layer, block_size=shapes[0].block_size) for layer in shapes]
-    smallest = min(shapes, key=lambda layer: layer.num_blocks)
-    block, slot = destinations(rng, tokens, smallest)
-    blocks = [block if i % 2 == 0 else block[:] for i in range(len(shapes))]
+    """Layers may differ in heads and head size, and every second one has its blocks in opposite order."""
+    first = shapes[0]
+    shapes = [
+        dataclasses.replace(layer, block_size=first.block_size, num_blocks=first.num_blocks)
+        for layer in shapes
+    ]
+    block, slot = destinations(rng, tokens, first)
+    mirrored = np.clip(first.num_blocks - 1 - block.astype(np.int64), -(2**31), 2**31 - 1).astype(np.int32)
+    blocks = [mirrored if i % 2 else block for i in range(len(shapes))]
     pages = [noise(rng, layer.pages, dtype) for layer in shapes]
     staged = [noise(rng, (tokens, 2, layer.heads, layer.head_dim), dtype) for layer in shapes]
-    # Outside of the smallest layer may be inside of another.
     after = publish_kv(
         *([jnp.asarray(x) for x in part] for part in (pages, staged, blocks)),
         jnp.asarray(slot),
