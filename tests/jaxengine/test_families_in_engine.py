@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,27 @@ FOLDERS = [
     ("cpu-int4", "lfm2moe"),
     ("cpu-int4", "qwen3_5"),
 ]
+MADE_OF_OTHERS = {("cpu-fp32", "lfm2"), ("cpu-int4", "qwen3_5")}
+"""lfm2moe has lfm2's convolutions, and gemma2 its products of floats; quantised products are those of the others."""
 
 
-@pytest.fixture(scope="module", params=FOLDERS, ids="/".join)
+@functools.cache
+def checks_of(form: str, family: str) -> Checks:
+    """The runs of a folder, which all tests share: compiling is most of the time."""
+    return Checks(MODELS / form / family)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(each, id="/".join(each), marks=[pytest.mark.thorough] * (each in MADE_OF_OTHERS))
+        for each in FOLDERS
+    ],
+)
 def folder(request: Any) -> tuple[str, str, Checks]:
-    """Form, family and their runs, which all tests of a folder share: compiling is most of the time."""
+    """Form, family and their runs."""
     form, family = request.param
-    return form, family, Checks(MODELS / form / family)
+    return form, family, checks_of(form, family)
 
 
 @pytest.mark.slow
@@ -85,7 +100,7 @@ def test_E6_case_C3_packed_convolutions_see_their_own_sequence_only() -> None:
 @pytest.mark.parametrize("family", ["gemma2", "gptoss"])
 def test_S1_case_C14_both_forms_choose_the_same_tokens(family: str) -> None:
     """Prompts longer than window and chunk: the two-dimensional form's windowed caches, and the packed one's tables."""
-    forms = [Checks(MODELS / form / family) for form in ("cpu-fp32", "paged-fp16")]
+    forms = [checks_of(form, family) for form in ("cpu-fp32", "paged-fp16")]
     assert len(set(map(tuple_of_tokens, forms))) == 1
 
 
