@@ -6,18 +6,21 @@ sister.
 """
 
 import collections
+import gc
 import os
 import tempfile
 from pathlib import Path
 
-# Before JAX is imported, and in the environment, so that the programs which tests start see it too.
-_cache = tempfile.TemporaryDirectory(prefix="jaxengine-tests-", ignore_cleanup_errors=True)
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+# Before JAX is imported, and in the environment, so that the programs which tests start see it too. Workers that
+# pytest-xdist starts share the folder of the process that starts them.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _cache = tempfile.TemporaryDirectory(prefix="jaxengine-tests-", ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
-import hypothesis  # noqa: E402
-import jax  # noqa: E402
-import pytest  # noqa: E402
+import hypothesis
+import jax
+import pytest
 
 # ONNX never mixes dtypes, so neither may its translation; rank promotion stays, since ONNX broadcasts by it.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -44,6 +47,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("thorough") and not item.config.getoption("thorough"):
         pytest.skip("takes long, and one like it runs without --thorough")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects_are_passed_over() -> None:
+    """What is alive when a file begins is no garbage of its tests, whose collections would look at ever more of it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -65,6 +65,7 @@ def test_K3_unseeded_sampling_is_the_same_in_a_pool_that_runs_short(folder):
     for num_blocks in (64, 8):
         with LLM(folder, je.EngineConfig(num_blocks=num_blocks, max_batch_size=4)) as llm:
             runs = [llm.generate(["a" * 20] * 6, sampling, max_tokens=60) for _ in range(2)]
+            assert (llm._engine.metrics.preemptions > 0) == (num_blocks == 8)
         assert runs[0] == runs[1]
         found.append([completion.token_ids for completion in runs[0]])
     assert found[0] == found[1]
