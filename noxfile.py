@@ -84,10 +84,9 @@ def tests_newest(session: nox.Session) -> None:
                 "fixed_state",
                 "handover",
                 "lifecycle",
-                "llm",
+                "logs",
             ),
             *(
-                "logs",
                 "memory",
                 "planning",
                 "programs",

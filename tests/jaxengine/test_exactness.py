@@ -98,7 +98,7 @@ drops = st.frozensets(st.integers(0, 20), max_size=4)
         pytest.param("cpu-fp32/llama", "exact", CHUNKED, id="fp32-chunked"),
         pytest.param("cpu-fp32/llama", "exact", WHOLE, id="fp32-whole", marks=LONG),
         pytest.param("cpu-int4/llama", "fast", CROWDED, id="int8-crowded"),
-        pytest.param("cpu-int4/llama", "fast", CHUNKED, id="int8-chunked", marks=pytest.mark.slow),
+        pytest.param("cpu-int4/llama", "fast", CHUNKED, id="int8-chunked", marks=LONG),
         pytest.param("cpu-int4/llama", "fast", WHOLE, id="int8-whole", marks=LONG),
     ],
 )

@@ -68,7 +68,7 @@ def loads(draw):
 
 
 @given(loads())
-@settings(max_examples=40)
+@settings(max_examples=100)
 def test_C9_nobody_waits_beyond_the_bound_whatever_the_policy_and_the_load(load):
     check(*load)
 
@@ -76,6 +76,7 @@ def test_C9_nobody_waits_beyond_the_bound_whatever_the_policy_and_the_load(load)
 @given(loads())
 @settings(max_examples=400)
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_C9_nobody_waits_beyond_the_bound_over_many_loads(load):
     check(*load)
 

@@ -156,9 +156,14 @@ def test_J4_C11_preempted_requests_refill_their_rings():
 
 
 GRID = [
-    pytest.param(window, chunk, size, marks=() if window == 4 else pytest.mark.slow)
-    for window, chunk, size in [(1, 3, 4), (4, 3, 4), (32, 5, 4), (4, 1, 1), (1, 1, 1)]
+    (4, 3, 4),
+    *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(32, 5, 4), (1, 1, 1)]),
+    *(
+        pytest.param(*sizes, marks=(pytest.mark.slow, pytest.mark.thorough))
+        for sizes in [(1, 3, 4), (4, 1, 1)]
+    ),
 ]
+"""A common one, and the extremes; with `--thorough` one of the sizes of each extreme beside the common others."""
 
 
 @pytest.mark.parametrize(("window", "chunk", "size"), GRID)
