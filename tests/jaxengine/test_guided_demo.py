@@ -16,8 +16,9 @@ FAULTS = [stage for stage in je.Stage if stage not in (je.Stage.PUBLISH, je.Stag
 
 
 def config(rows):
+    """Four tokens a row, so that few rows need few shapes: compiling them is most of the time that they take."""
     return je.EngineConfig(
-        max_batch_size=rows, max_scheduled_tokens=256, num_blocks=rows * 5, failure_policy="isolate"
+        max_batch_size=rows, max_scheduled_tokens=4 * rows, num_blocks=rows * 5, failure_policy="isolate"
     )
 
 
