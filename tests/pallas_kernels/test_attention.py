@@ -33,6 +33,7 @@ GEOMETRIES = (
     Geometry(4, 2, 16, 256, "float16"),
 )
 LONGEST = 600
+"""With the engine's tiles of 1 and 16 queries always; tiles of 2, which tests of holes have, in thorough runs."""
 each_geometry = pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 seeds = st.integers(0, 2**32 - 1)
 
@@ -59,7 +60,9 @@ def ragged_rows(draw, tokens: int, most: int = 4):
 
 
 @each_geometry
-@pytest.mark.parametrize(("tile_size", "tokens"), [(1, 4), (2, 40), (16, 40)])
+@pytest.mark.parametrize(
+    ("tile_size", "tokens"), [(1, 4), pytest.param(2, 40, marks=pytest.mark.thorough), (16, 40)]
+)
 @settings(max_examples=4)
 @given(seed=seeds, data=st.data())
 def test_R4_attention_equals_plain_float64_attention(geometry, tile_size, tokens, seed, data):
@@ -134,7 +137,7 @@ def test_case_C1_a_hole_among_the_committed_slots_hides_their_keys(seed, past, h
 
 
 @each_geometry
-def test_E6_a_query_gives_the_same_bits_in_every_step(geometry):
+def test_E6_a_query_gives_the_same_bits_in_every_step(geometry, thorough):
     """Any chunk cut, company, place, order of blocks, padding, tile and block size: the one-chunk bits."""
     rng = np.random.default_rng(7)
     lengths = (LONGEST, 2 * KEY_TILE + 5, 41, 5)
@@ -149,7 +152,7 @@ def test_E6_a_query_gives_the_same_bits_in_every_step(geometry):
     for tokens, tile_size, block_size in (
         (2, 1, geometry.block_size),
         (8, 1, 11),
-        (4, 2, geometry.block_size),
+        *([(4, 2, geometry.block_size)] if thorough else []),
         (16, 16, geometry.block_size),
         (128, 16, 11),
     ):
