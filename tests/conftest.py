@@ -40,8 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if "thorough" not in marks or config.getoption("thorough"):
-            # In tenths of a second, about.
-            costs[item.path] += 300 if "demo" in marks else 40 if "slow" in marks else 1
+            # In tenths of a second, as the longest of each kind take.
+            costs[item.path] += 300 if "demo" in marks else 100 if "slow" in marks else 1
     items.sort(key=lambda item: -costs[item.path])
 
 
