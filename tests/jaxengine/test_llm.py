@@ -62,8 +62,8 @@ def test_K3_unseeded_sampling_is_the_same_in_a_pool_that_runs_short(folder):
     """A prompt that makes room comes back as another request; its random stream must not change with that."""
     sampling = je.SamplingParams(temperature=1.0)
     found = []
-    for num_blocks in (64, 8):
-        with LLM(folder, je.EngineConfig(num_blocks=num_blocks, max_batch_size=4)) as llm:
+    for num_blocks in (SIZES.num_blocks, 8):
+        with LLM(folder, dataclasses.replace(SIZES, num_blocks=num_blocks)) as llm:
             runs = [llm.generate(["a" * 20] * 6, sampling, max_tokens=60) for _ in range(2)]
             assert (llm._engine.metrics.preemptions > 0) == (num_blocks == 8)
         assert runs[0] == runs[1]
