@@ -46,6 +46,7 @@ def exact_attention(
     Returns:
         query's dtype[tokens, num_heads, head_dim].
     """
+    query, staged, pages, block_table = map(jnp.asarray, (query, staged, pages, block_table))
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = pages.shape[2]
     group = num_heads // num_kv_heads

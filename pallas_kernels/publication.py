@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import functools
 import importlib
-import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels.backends import Backend, choose, interpretation
 from pallas_kernels.quantisation import LARGEST_CODE, quantise
 
-Backend = Literal["mosaic_gpu", "xla", "interpret"]
-"""`mosaic_gpu` compiles the kernel, `interpret` runs it on a CPU and looks for races, `xla` is the plain form."""
-
-_OLDEST_CAPABILITY = 9.0
+_FROM_HOPPER_ON = ("9.", "10.", "11.", "12.")
 
 
 def publish_kv(
@@ -100,24 +97,13 @@ def _publish(
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     blocks = tuple(block) if isinstance(block, Sequence) else (block,) * len(pages)
     _check(pages, scales, staged, blocks, slot)
-    if backend is None:
-        backend = "mosaic_gpu" if _has_mosaic_gpu() else "xla"
-        strict = False
-    else:
-        strict = True
-    if backend not in ("mosaic_gpu", "interpret", "xla"):
-        raise ValueError(f"there is no backend {backend!r}; give 'mosaic_gpu', 'interpret', 'xla' or None")
+    refusal_on = functools.partial(_refusal, pages, scales, staged)
+    place = choose(backend, "publication", _FROM_HOPPER_ON, refusal_on)
     if not slot.shape[0]:
         return tuple(pages), tuple(scales)
-    if backend == "xla":
+    if place == "xla":
         return _publish_xla(pages, scales, staged, blocks, slot)
-    refusal = _refusal(pages, scales, staged)
-    if refusal is None:
-        return _publish_mosaic(pages, scales, staged, blocks, slot, interpret=backend == "interpret")
-    if strict:
-        raise ValueError(f"the publication kernel refuses these pages: {refusal}; give backend='xla'")
-    _warn_once(refusal)
-    return _publish_xla(pages, scales, staged, blocks, slot)
+    return _publish_mosaic(pages, scales, staged, blocks, slot, interpret=place == "interpret")
 
 
 def _check(
@@ -202,7 +188,7 @@ def _publish_mosaic(
             [staged[i] for i in layers],
             [blocks[i] for i in layers],
             slot,
-            interpret=mosaic.interpreted() if interpret else False,
+            interpret=interpretation() if interpret else False,
         )
         for i, layer in enumerate(layers):
             after[layer] = written[i]
@@ -228,7 +214,7 @@ def _geometries(
 
 
 def _refusal(
-    pages: Sequence[jax.Array], scales: Sequence[jax.Array], staged: Sequence[jax.Array]
+    pages: Sequence[jax.Array], scales: Sequence[jax.Array], staged: Sequence[jax.Array], backend: Backend
 ) -> str | None:
     reasons = [geometry.refusal() for geometry in _geometries(pages, scales, staged)]
     return next((reason for reason in reasons if reason is not None), _mosaic().scale_refusal(scales))
@@ -237,14 +223,3 @@ def _refusal(
 def _mosaic() -> Any:
     # Pallas takes a second to import, which a CPU need not spend.
     return importlib.import_module("pallas_kernels.mosaic.publication")
-
-
-def _has_mosaic_gpu() -> bool:
-    if jax.default_backend() != "gpu":
-        return False
-    return float(getattr(jax.devices()[0], "compute_capability", 0.0)) >= _OLDEST_CAPABILITY
-
-
-@functools.cache
-def _warn_once(refusal: str) -> None:
-    warnings.warn(f"publication goes through XLA: {refusal}", stacklevel=4)

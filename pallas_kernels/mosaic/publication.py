@@ -243,14 +243,6 @@ def _launch(
     return values(page_refs, pages), values(scale_refs, scales)
 
 
-def interpreted() -> Any:
-    """Returns Pallas' parameters for running on a CPU with a search for races."""
-    # Public from JAX 0.11 on.
-    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
-
-    return InterpretGPUParams(detect_races=True)
-
-
 def scale_refusal(scales: Sequence[jax.Array]) -> str | None:
     """Returns why the kernel does not take scales of these sizes, None if it does."""
     most = max((math.prod(layer.shape) for layer in scales), default=0)

@@ -26,7 +26,7 @@ from tests.pallas_kernels.ragged import (
     to_pages,
 )
 
-pytestmark = pytest.mark.skipif(
+interpreted = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the kernel interpreter of JAX 0.10 takes minutes for one kernel"
 )
 
@@ -103,7 +103,7 @@ def ragged(draw, tile_size: int):
     return rows
 
 
-@pytest.mark.slow
+@interpreted
 @each_case
 @settings(max_examples=4)
 @given(data=st.data(), seed=seeds)
@@ -119,7 +119,7 @@ def test_R1_R2_R4_kernel_equals_plain_float64_attention(case, data, seed):
         np.testing.assert_allclose(got.astype(np.float64), expected, atol=most, rtol=0)
 
 
-@pytest.mark.slow
+@interpreted
 @pytest.mark.parametrize("case", ["decode", "prefill", "window", "ring"])
 @settings(max_examples=3)
 @given(data=st.data(), seed=seeds)
@@ -136,7 +136,7 @@ def test_R1_what_lies_outside_live_slots_changes_no_bit(case, data, seed):
         np.testing.assert_array_equal(poisoned, clean)
 
 
-@pytest.mark.slow
+@interpreted
 @settings(max_examples=4)
 @given(data=st.data(), seed=seeds)
 def test_C1_a_hole_among_committed_keys_is_never_read(data, seed):
@@ -160,7 +160,7 @@ def test_C1_a_hole_among_committed_keys_is_never_read(data, seed):
     np.testing.assert_allclose(got, expected, atol=tolerance(geometry, [sequence]), rtol=0)
 
 
-@pytest.mark.slow
+@interpreted
 @settings(max_examples=4)
 @given(data=st.data(), seed=seeds)
 def test_R2_a_row_keeps_its_bits_in_any_company_in_the_invariant_mode(data, seed):
@@ -175,7 +175,7 @@ def test_R2_a_row_keeps_its_bits_in_any_company_in_the_invariant_mode(data, seed
         np.testing.assert_array_equal(attend(alone, geometry, extras, fixed)[0], expected)
 
 
-@pytest.mark.slow
+@interpreted
 def test_C25_scores_beyond_float16_stay_finite():
     geometry, rng = Geometry(2, 1, 256, 16, "float16"), np.random.default_rng(0)
     row, shape = Row(90, 1), Shape(1, DECODE, 1, 8, 12)

@@ -18,8 +18,7 @@ import pytest
 from hypothesis import given, settings
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
-import pallas_kernels.publication
-from pallas_kernels import publish_kv, publish_kv_quantised
+from pallas_kernels import backends, publish_kv, publish_kv_quantised
 from pallas_kernels.mosaic import publication as mosaic
 from pallas_kernels.quantisation import LARGEST_CODE
 
@@ -255,9 +254,9 @@ def test_R5_C22_kernel_refuses_a_shape_by_name_and_the_default_warns_once(reason
     for backend in ("mosaic_gpu", "interpret"):
         with pytest.raises(ValueError, match=f"{reason}.*give backend='xla'"):
             jax.eval_shape(functools.partial(publish_kv, backend=backend), pages, staged, block, slot)
-    monkeypatch.setattr(pallas_kernels.publication, "_has_mosaic_gpu", lambda: True)
-    pallas_kernels.publication._warn_once.cache_clear()
-    with pytest.warns(UserWarning, match=f"through XLA: .*{reason}"):
+    monkeypatch.setattr(backends, "compute_capability", lambda: "9.0")
+    backends.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=f"publication kernel is not used, .*{reason}"):
         jax.make_jaxpr(publish_kv)(pages, staged, block, slot)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -269,7 +268,7 @@ def test_R5_default_is_xla_on_a_cpu_and_the_kernel_on_a_gpu(monkeypatch):
     pages, scales, staged, block, slot = shaped(Layer(4, 2, 4, 64), 3, "bfloat16", "int8")
     publish = jax.make_jaxpr(lambda *args: publish_kv_quantised(*args))
     assert "scatter" in str(publish(pages, scales, staged, block, slot))
-    monkeypatch.setattr(pallas_kernels.publication, "_has_mosaic_gpu", lambda: True)
+    monkeypatch.setattr(backends, "compute_capability", lambda: "9.0")
     on_gpu = str(
         jax.make_jaxpr(lambda *args: publish_kv_quantised(*args))(pages, scales, staged, block, slot)
     )
