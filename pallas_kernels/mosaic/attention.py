@@ -31,7 +31,7 @@ STAGED_ALIGNMENT = 8
 
 _LOG2E = math.log2(math.e)
 _WIDE, _NARROW = 128, 64
-# Registers of a thread while warpgroups have different work; together they fill the 64 K of a multiprocessor.
+# Registers of a thread once three warpgroups do different work: together the 64 K of a multiprocessor.
 _COPYING_REGISTERS = 40
 _MULTIPLYING_REGISTERS = 232
 _META = 7

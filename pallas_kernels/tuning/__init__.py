@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import importlib.resources
 import json
-from typing import Any
 
 from pallas_kernels.mosaic.attention import Tuning
 
@@ -61,9 +60,10 @@ def parse(text: str) -> Table:
         table = Table(**value, attention=entries)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"the tuning table can't be read: {error}") from error
-    numbers: list[Any] = [table.multiprocessors]
+    numbers = [table.multiprocessors, *(n for entry in entries for n in dataclasses.astuple(entry))]
+    if any(type(number) is not int or number < 1 for number in numbers):
+        raise ValueError(f"the tuning table has {numbers}; give whole numbers from 1 on")
     for entry in entries:
-        numbers += dataclasses.astuple(entry)
         if entry.key_tile % 64 or entry.staged_tile % 16 or entry.staged_tile > entry.key_tile:
             raise ValueError(
                 f"{entry} has tiles that products can't take; give a key_tile in steps of 64 and a staged_tile in "
@@ -71,8 +71,6 @@ def parse(text: str) -> Table:
             )
         if entry.stages < 2:
             raise ValueError(f"{entry} has no buffer to fill while one is read; give at least 2 stages")
-    if any(type(number) is not int or number < 1 for number in numbers):
-        raise ValueError(f"the tuning table has {numbers}; give whole numbers from 1 on")
     return table
 
 

@@ -11,15 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from tests.hopper import samples
+from tests.hopper.attention_cases import CASES
 
 
 @dataclasses.dataclass(frozen=True)
 class Registered:
-    """`function` takes arrays of `shapes` and calls one kernel or more."""
+    """`function` takes pytrees of arrays of `shapes` and calls one kernel or more."""
 
     name: str
     function: Callable[..., Any]
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
+    shapes: tuple[Any, ...]
 
 
 def _heads(head_dim: int) -> jax.ShapeDtypeStruct:
@@ -29,4 +30,5 @@ def _heads(head_dim: int) -> jax.ShapeDtypeStruct:
 KERNELS = (
     Registered("copy", samples.copy, (jax.ShapeDtypeStruct((64, 64), jnp.float32),)),
     Registered("JAX's attention", functools.partial(samples.attention, 64), (_heads(64),) * 3),
+    *(Registered(f"attention: {name}", case.function, case.shapes) for name, case in CASES.items()),
 )
