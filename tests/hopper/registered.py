@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tests.hopper import samples
-from tests.hopper.attention_cases import CASES
+from tests.hopper import attention_cases, publication_cases, samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,5 +29,12 @@ def _heads(head_dim: int) -> jax.ShapeDtypeStruct:
 KERNELS = (
     Registered("copy", samples.copy, (jax.ShapeDtypeStruct((64, 64), jnp.float32),)),
     Registered("JAX's attention", functools.partial(samples.attention, 64), (_heads(64),) * 3),
-    *(Registered(f"attention: {name}", case.function, case.shapes) for name, case in CASES.items()),
+    *(
+        Registered(f"attention: {name}", case.function, case.shapes)
+        for name, case in attention_cases.CASES.items()
+    ),
+    *(
+        Registered(f"publication: {name}", case.function, case.shapes)
+        for name, case in publication_cases.CASES.items()
+    ),
 )
