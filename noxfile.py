@@ -111,7 +111,7 @@ CUDA = tuple(f"{wheel}==13.5.37" for wheel in ("nvidia-cuda-nvcc", "nvidia-cuda-
 
 @nox.session
 def hopper(session: nox.Session) -> None:
-    """Kernels and programs compiled for an NVIDIA Hopper card, which needs no GPU; and a table of the kernels."""
+    """Kernels and programs compiled for an NVIDIA Hopper card, which needs no GPU."""
     _compile_for_hopper(session)
 
 
@@ -124,14 +124,13 @@ def hopper_newest(session: nox.Session) -> None:
 
 
 def _compile_for_hopper(session: nox.Session, *how: str) -> None:
-    session.install(*how, "-e", ".", "hypothesis>=6.130", "pytest>=8.4")
+    session.install(*how, "-e", ".", "hypothesis>=6.130", "pytest>=8.4", "pytest-xdist>=3.8")
     version = session.run("python", "-c", "import jax; print(jax.__version__)", silent=True).strip()
     # Without what they require: the libraries of CUDA are several gigabytes, and only a GPU needs them.
     plugin = [f"jax-cuda13-{part}=={version}" for part in ("plugin", "pjrt")]
     session.install("--no-deps", *plugin, *CUDA)
     session.env["JAX_PLATFORMS"] = "cpu"  # nothing here runs on a GPU, not even where there is one
-    session.run("pytest", "-m", "hopper", "tests/hopper", *session.posargs)
-    session.run("python", "-m", "tests.hopper.report")
+    session.run("pytest", "-n", "auto", "-m", "hopper", "tests/hopper", *session.posargs)
 
 
 def _pinned(*tools: str) -> list[str]:

@@ -72,7 +72,7 @@ def paged_attention(
             f"pages of {num_blocks} blocks have more than 2^31 rows of head_dim, which 32 bits can't count; "
             "take fewer blocks"
         )
-    refusal_on = functools.partial(_refusal, query, staged, pages, tile_size)
+    refusal_on = functools.partial(_refusal, query, staged, pages, tile_size, scale)
     place = choose(backend, "paged-attention", _HOPPER, refusal_on)
     options: dict[str, Any] = {"tile_size": tile_size}
     if place == "xla":
@@ -116,7 +116,7 @@ def best_tile_size(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
 
 
 def _refusal(
-    query: jax.Array, staged: jax.Array, pages: jax.Array, tile_size: int, backend: Backend
+    query: jax.Array, staged: jax.Array, pages: jax.Array, tile_size: int, scale: float, backend: Backend
 ) -> str | None:
     """Why the kernel does not take a call, None if it does."""
     from pallas_kernels.mosaic.units import swizzle_of
@@ -128,6 +128,8 @@ def _refusal(
     types = (*_HALVES, "float32") if backend == "interpret" else _HALVES
     if not query.dtype == staged.dtype == pages.dtype or str(query.dtype) not in types:
         return f"it takes one of {', '.join(types)}, not {query.dtype} queries and {pages.dtype} pages"
+    if scale <= 0:
+        return f"it takes a positive scale, not {scale}"
     if swizzle_of(head_dim, 2) is None or most_rows(head_dim) == 0:
         return f"it takes heads in steps of 16 elements up to 256, not {head_dim}"
     if tile_size * group > most_rows(head_dim):

@@ -63,7 +63,7 @@ class Layer:
 
     Attributes:
         group: Heads that share a KV head.
-        scale: Factor on the scores.
+        scale: Factor on the scores, positive.
         window: Keys that a query sees, itself included; None for all.
         softcap: A scaled score s becomes softcap * tanh(s / softcap); None leaves it.
         ring: Blocks that each place owns, in which case the table isn't read.
@@ -255,19 +255,19 @@ def attention(
                 plgpu.barrier_wait(filled.at[slot])
                 scores = units.scores(query_smem.at[warpgroup], key_smem.at[slot])
                 plgpu.barrier_arrive(free.at[slot])
-                if layer.softcap is None:
-                    scores = scores * (layer.scale * _LOG2E)
-                else:
+                factor = layer.scale * _LOG2E
+                if layer.softcap is not None:
                     # tanh by its definition: the hardware's own is right to three digits.
-                    power = jnp.exp2(scores * (2 * layer.scale * _LOG2E / layer.softcap))
-                    scores = (1.0 - 2.0 / (power + 1.0)) * (layer.softcap * _LOG2E)
+                    power = jnp.exp2(scores * (2 * factor / layer.softcap))
+                    scores, factor = 1.0 - 2.0 / (power + 1.0), layer.softcap * _LOG2E
                 if not whole:
                     position, begin_at, end_at, holes = extent(step)
                     scores = jnp.where(seen(position, begin_at, end_at, holes), scores, -jnp.inf)
-                new_best = jnp.maximum(best, scores.max(axis=1))
+                # The factor comes after the maximum, so that it costs no more than the subtraction.
+                new_best = jnp.maximum(best, scores.max(axis=1) * factor)
                 finite = jnp.where(new_best == -jnp.inf, 0.0, new_best)
                 fade = jnp.exp2(best - finite)
-                weights = jnp.exp2(scores - lax.broadcast_in_dim(finite, scores.shape, (0,)))
+                weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(finite, scores.shape, (0,)))
                 weight = weight * fade + weights.sum(axis=1)
                 output = output * lax.broadcast_in_dim(fade, output.shape, (0,))
                 plgpu.barrier_wait(filled.at[stages + slot])
