@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.backends import Backend, choose, interpretation
+from pallas_kernels.backends import Backend, Shaped, choose, interpretation
 from pallas_kernels.exact_attention import exact_attention
 from pallas_kernels.tiles import QueryTiles
 
@@ -64,16 +64,17 @@ def paged_attention(
 
     Raises:
         ValueError: There is no such backend, "mosaic_gpu" or "interpret" is given and the kernel does not take the
-            shapes, or the pool has too many rows.
+            shapes, the pool has too many rows, or the scale isn't positive.
     """
     num_blocks, _, num_kv_heads, block_size, head_dim = pages.shape
+    if scale <= 0:
+        raise ValueError(f"the scale is {scale}; give a positive one")
     if num_blocks * 2 * num_kv_heads * block_size > np.iinfo(np.int32).max:
         raise ValueError(
             f"pages of {num_blocks} blocks have more than 2^31 rows of head_dim, which 32 bits can't count; "
             "take fewer blocks"
         )
-    refusal_on = functools.partial(_refusal, query, staged, pages, tile_size, scale)
-    place = choose(backend, "paged-attention", _HOPPER, refusal_on)
+    place = attention_backend(query, staged, pages, tile_size, backend)
     options: dict[str, Any] = {"tile_size": tile_size}
     if place == "xla":
         options |= {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "ring": ring}
@@ -108,6 +109,25 @@ def paged_attention(
     )
 
 
+def attention_backend(
+    query: Shaped, staged: Shaped, pages: Shaped, tile_size: int, backend: Backend | None = None
+) -> Backend:
+    """Returns where `paged_attention` runs a call with arrays of these shapes and types, which need not exist.
+
+    Args:
+        query: As in `paged_attention`, and so are the others.
+        staged: The number of tokens doesn't matter.
+        pages: The number of blocks doesn't matter.
+        tile_size: Queries a tile.
+        backend: The caller's choice.
+
+    Raises:
+        ValueError: There is no such backend, or the kernel is asked for and does not take the shapes.
+    """
+    refusal_on = functools.partial(_refusal, query, staged, pages, tile_size)
+    return choose(backend, "paged-attention", _HOPPER, refusal_on)
+
+
 def best_tile_size(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     """Returns the queries of a tile of prefill for which the kernel reads its keys least often."""
     from pallas_kernels.tuning import most_rows
@@ -115,9 +135,7 @@ def best_tile_size(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     return max(most_rows(head_dim) * num_kv_heads // num_heads, 1)
 
 
-def _refusal(
-    query: jax.Array, staged: jax.Array, pages: jax.Array, tile_size: int, scale: float, backend: Backend
-) -> str | None:
+def _refusal(query: Shaped, staged: Shaped, pages: Shaped, tile_size: int, backend: Backend) -> str | None:
     """Why the kernel does not take a call, None if it does."""
     from pallas_kernels.mosaic.units import swizzle_of
     from pallas_kernels.tuning import most_rows
@@ -128,8 +146,6 @@ def _refusal(
     types = (*_HALVES, "float32") if backend == "interpret" else _HALVES
     if not query.dtype == staged.dtype == pages.dtype or str(query.dtype) not in types:
         return f"it takes one of {', '.join(types)}, not {query.dtype} queries and {pages.dtype} pages"
-    if scale <= 0:
-        return f"it takes a positive scale, not {scale}"
     if swizzle_of(head_dim, 2) is None or most_rows(head_dim) == 0:
         return f"it takes heads in steps of 16 elements up to 256, not {head_dim}"
     if tile_size * group > most_rows(head_dim):

@@ -12,6 +12,9 @@ import jax
 Backend = Literal["mosaic_gpu", "xla", "interpret"]
 """`mosaic_gpu` compiles the kernel, `interpret` runs it on a CPU and looks for races, `xla` is the plain form."""
 
+Shaped = jax.Array | jax.ShapeDtypeStruct
+"""An array, or its shape and type alone."""
+
 
 def choose(
     backend: Backend | None,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.backends import Backend, choose, interpretation
+from pallas_kernels.backends import Backend, Shaped, choose, interpretation
 from pallas_kernels.quantisation import LARGEST_CODE, quantise
 
 _FROM_HOPPER_ON = ("9.", "10.", "11.", "12.")
@@ -52,6 +52,22 @@ def publish_kv(
             take the shapes.
     """
     return _publish(pages, (), staged, block, slot, backend)[0]
+
+
+def publication_backend(
+    pages: Sequence[Shaped], staged: Sequence[Shaped], backend: Backend | None = None
+) -> Backend:
+    """Returns where `publish_kv` runs a call with arrays of these shapes and types, which need not exist.
+
+    Args:
+        pages: As in `publish_kv`; the number of blocks doesn't matter.
+        staged: As in `publish_kv`; the number of tokens doesn't matter.
+        backend: The caller's choice.
+
+    Raises:
+        ValueError: There is no such backend, or the kernel is asked for and does not take the shapes.
+    """
+    return _backend(pages, (), staged, backend)
 
 
 def publish_kv_quantised(
@@ -97,13 +113,18 @@ def _publish(
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     blocks = tuple(block) if isinstance(block, Sequence) else (block,) * len(pages)
     _check(pages, scales, staged, blocks, slot)
-    refusal_on = functools.partial(_refusal, pages, scales, staged)
-    place = choose(backend, "publication", _FROM_HOPPER_ON, refusal_on)
+    place = _backend(pages, scales, staged, backend)
     if not slot.shape[0]:
         return tuple(pages), tuple(scales)
     if place == "xla":
         return _publish_xla(pages, scales, staged, blocks, slot)
     return _publish_mosaic(pages, scales, staged, blocks, slot, interpret=place == "interpret")
+
+
+def _backend(
+    pages: Sequence[Shaped], scales: Sequence[Shaped], staged: Sequence[Shaped], backend: Backend | None
+) -> Backend:
+    return choose(backend, "publication", _FROM_HOPPER_ON, functools.partial(_refusal, pages, scales, staged))
 
 
 def _check(
@@ -197,9 +218,7 @@ def _publish_mosaic(
     return tuple(after), tuple(after_scales)
 
 
-def _geometries(
-    pages: Sequence[jax.Array], scales: Sequence[jax.Array], staged: Sequence[jax.Array]
-) -> list[Any]:
+def _geometries(pages: Sequence[Shaped], scales: Sequence[Shaped], staged: Sequence[Shaped]) -> list[Any]:
     return [
         _mosaic().Geometry(
             rows=held.shape[1] * held.shape[2],
@@ -214,7 +233,7 @@ def _geometries(
 
 
 def _refusal(
-    pages: Sequence[jax.Array], scales: Sequence[jax.Array], staged: Sequence[jax.Array], backend: Backend
+    pages: Sequence[Shaped], scales: Sequence[Shaped], staged: Sequence[Shaped], backend: Backend
 ) -> str | None:
     reasons = [geometry.refusal() for geometry in _geometries(pages, scales, staged)]
     return next((reason for reason in reasons if reason is not None), _mosaic().scale_refusal(scales))
