@@ -35,7 +35,8 @@ from benchmarks.repeated_layers import write_folder
 from benchmarks.scanned_layers import Operands, forward_scanned, roll
 from benchmarks.turns import Contender, Work, started, take_turns
 from jaxengine.fixed_state import StateRows
-from jaxengine.programs import DECODE_TILE, PREFILL_TILE, Bucket, Programs, StepBatch
+from jaxengine.kernels import DECODE_TILE, PREFILL_TILE
+from jaxengine.programs import Bucket, Programs, StepBatch
 from onnx_import import Decoder, import_decoder, read_folder
 from pallas_kernels import KEY_TILE, make_query_tiles, max_query_tiles
 

@@ -55,7 +55,14 @@ class NullPrograms:
         return Choice(np.full(rows, TOKEN, np.int32), np.ones(rows, bool), None)  # type: ignore[arg-type]
 
     def publish(
-        self, pages: Any, block_table: Any, fixed: Any, staged: object, states: object, to: Destinations
+        self,
+        pages: Any,
+        block_table: Any,
+        fixed: Any,
+        staged: object,
+        states: object,
+        to: Destinations,
+        **static: object,
     ) -> Any:
         """Returns the pool as it is."""
         return pages, block_table, fixed

@@ -55,7 +55,7 @@ class NullPrograms:
         """Chooses token 0 in each row."""
         return Choice(np.zeros(len(logits), np.int32), np.ones(len(logits), bool), None)
 
-    def publish(self, pages, block_table, fixed, staged, states, to):
+    def publish(self, pages, block_table, fixed, staged, states, to, **static):
         """Returns the store."""
         return pages, block_table, fixed
 

@@ -26,6 +26,7 @@ from jaxengine.grammars import Grammar
 from jaxengine.policies import SchedulingPolicy, decode_first
 from jaxengine.proposers import NgramDrafts
 from jaxengine.sampling_params import SamplingParams
+from pallas_kernels import Backend
 
 Batching = Literal["dynamic", "static"]
 Preemption = Literal["recompute", "none"]
@@ -51,6 +52,8 @@ _ENGINE_CHECKS: dict[str, Check] = {
     "failure_policy": one_of(FailurePolicy),
     "max_row_retries": require_count,
     "batching": one_of(Batching),
+    "backend": one_of(Backend),
+    "deterministic": require_bool,
     "check_invariants": require_bool,
 }
 
@@ -84,6 +87,11 @@ class EngineConfig:
             rows fit a step, and runs it to its end, which newcomers wait for. Its cache is contiguous: `max_batch_size`
             times the longest session, so `num_blocks` and `block_size` can't be given, nobody is ever short of blocks,
             and `fairness_bound` and `preemption` have nothing to decide. Only a batch of one takes further turns.
+        backend: Where attention and the write into the pages run: "xla" is plain JAX, exact on a CPU; "mosaic_gpu" are
+            kernels for NVIDIA GPUs; "interpret" runs these on a CPU, very slowly, and looks for races. None takes
+            kernels on GPUs that they can run on, for the layers whose shapes they take, and warns once of the others.
+        deterministic: Whether a GPU kernel's way of summing must not depend on the other rows of a step, at the cost of
+            a slower decode of few rows. On a CPU it never does.
         check_invariants: Check the whole state after every committed step, for debugging.
 
     Raises:
@@ -103,10 +111,12 @@ class EngineConfig:
     failure_policy: FailurePolicy = "stop"
     max_row_retries: int = 2
     batching: Batching | None = None
+    backend: Backend | None = None
+    deterministic: bool = False
     check_invariants: bool = False
 
     def __post_init__(self) -> None:
-        optional = ("num_blocks", "chunk_size", "memory_fraction", "batching")
+        optional = ("num_blocks", "chunk_size", "memory_fraction", "batching", "backend")
         check_fields(self, _ENGINE_CHECKS, _ENGINE_CHECKS.keys() - set(optional))
         if self.num_blocks is not None:
             require_positive("EngineConfig.num_blocks * block_size", self.num_blocks * self.block_size)

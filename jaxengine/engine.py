@@ -53,7 +53,8 @@ class Engine:
 
         Raises:
             TypeError: `model` is no Model or `config` no EngineConfig.
-            ValueError: The free memory is too small for the pool, of the given size or of any.
+            ValueError: The free memory is too small for the pool, of the given size or of any; or `config.backend` is a
+                kernel that does not take some layer.
         """
         self._model = model
         self._owner = threading.get_ident()

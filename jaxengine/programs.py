@@ -19,13 +19,21 @@ import numpy as np
 import onnx_import
 from jaxengine.config import EngineConfig
 from jaxengine.fixed_state import BANKS, RowStates, StateRows, after_prefix
+from jaxengine.kernels import DECODE_TILE, PREFILL_TILE, Kernels, plain
 from jaxengine.planning import StepPlan
 from jaxengine.sampling import choose
 from jaxengine.state import Control
 from jaxengine.windows import as_blocks, ring_of
-from pallas_kernels import KEY_TILE, QueryTiles, make_query_tiles, max_query_tiles, paged_attention
+from pallas_kernels import (
+    KEY_TILE,
+    Backend,
+    QueryTiles,
+    make_query_tiles,
+    max_query_tiles,
+    paged_attention,
+    publish_kv,
+)
 
-DECODE_TILE, PREFILL_TILE = 1, 16
 SMALLEST_MIXED_BUCKET = 16
 
 
@@ -145,8 +153,11 @@ class ForwardResult(NamedTuple):
     logits: jax.Array
 
 
-def bucket_for(plan: StepPlan, config: EngineConfig) -> Bucket:
-    """Returns the smallest compiled shape that holds a plan: by rows for pure decodes, else by tokens."""
+def bucket_for(plan: StepPlan, config: EngineConfig, prefill_tile: int = PREFILL_TILE) -> Bucket:
+    """Returns the smallest compiled shape that holds a plan: by rows for pure decodes, else by tokens.
+
+    Attention tiles of the latter have `prefill_tile` queries, see `Kernels`.
+    """
     rows = power_of_two(max(config.max_batch_size, 2))
     if not (plan.is_prefill.any() or plan.num_drafts.any()):
         size = power_of_two(max(len(plan.request_ids), 2))
@@ -156,7 +167,7 @@ def bucket_for(plan: StepPlan, config: EngineConfig) -> Bucket:
     size = max(power_of_two(total), SMALLEST_MIXED_BUCKET)
     logits = max(rows, power_of_two(int(plan.num_logits.sum())))
     return Bucket(
-        size, rows, logits, PREFILL_TILE, max_query_tiles(size, config.max_batch_size, PREFILL_TILE)
+        size, rows, logits, prefill_tile, max_query_tiles(size, config.max_batch_size, prefill_tile)
     )
 
 
@@ -244,12 +255,12 @@ class Programs:
     def __init__(self, decoder: Decoder) -> None:
         """Wraps the programs of `decoder`; each is compiled at its first use of a shape."""
         self.forward = jax.jit(
-            functools.partial(_forward, decoder), static_argnames=("tile_size", "replayable")
+            functools.partial(_forward, decoder), static_argnames=("tile_size", "kernels", "replayable")
         )
         self.choose = jax.jit(choose, static_argnames=("known_ids", "top"))
         self.after_prefixes = jax.jit(_after_prefixes)
-        self.publish = jax.jit(_publish, donate_argnums=(0, 1, 2))
-        self.publish_copy = jax.jit(_publish)
+        self.publish = jax.jit(_publish, donate_argnums=(0, 1, 2), static_argnames="backend")
+        self.publish_copy = jax.jit(_publish, static_argnames="backend")
 
 
 def _forward(
@@ -261,9 +272,14 @@ def _forward(
     batch: StepBatch,
     *,
     tile_size: int,
+    kernels: Kernels | None = None,
     replayable: bool = False,
 ) -> ForwardResult:
     pages_of = {spec.layer: layer_pages for spec, layer_pages in zip(decoder.layers, pages, strict=True)}
+    kernels = plain(decoder.layers) if kernels is None else kernels
+    backend_of = {
+        spec.layer: backend for spec, backend in zip(decoder.layers, kernels.attention, strict=True)
+    }
 
     def attention(
         spec: onnx_import.AttentionSpec,
@@ -286,6 +302,8 @@ def _forward(
             softcap=spec.softcap,
             sinks=sinks,
             ring=ring_of(held),
+            backend=backend_of[spec.layer],
+            batch_invariant=kernels.batch_invariant,
         )
         return output, staged
 
@@ -309,6 +327,40 @@ def _after_prefixes(fixed: tuple[Any, ...], rows: StateRows, accepted: jax.Array
     return tuple(after_prefix(rows, replay, accepted) for _, replay in fixed)
 
 
+def _write(pages: jax.Array, staged: jax.Array, to: Destinations) -> jax.Array:
+    ring = ring_of(pages)
+    if ring is None:
+        (after,) = publish_kv([pages], [staged], jnp.asarray(to.block), jnp.asarray(to.slot), backend="xla")
+        return after
+    # Rings as one row of blocks and back would be copied where a layer has one KV head.
+    return pages.at[to.place, to.column % ring, :, :, to.slot].set(staged, mode="drop")
+
+
+def _write_by_kernel(
+    pages: tuple[jax.Array, ...],
+    staged: tuple[jax.Array, ...],
+    to: Destinations,
+    places: int,
+    backend: Backend,
+) -> tuple[jax.Array, ...]:
+    # Layers of the same rings share an array, which the kernel then reads once.
+    @functools.cache
+    def blocks(ring: int | None) -> jax.Array:
+        if ring is None:
+            return jnp.asarray(to.block)
+        # The place of what isn't kept can be any outside, which the product would bring back inside.
+        return jnp.where(to.place < places, to.place * ring + to.column % ring, places * ring)
+
+    after = publish_kv(
+        [as_blocks(held) for held in pages],
+        staged,
+        [blocks(ring_of(held)) for held in pages],
+        jnp.asarray(to.slot),
+        backend=backend,
+    )
+    return tuple(written.reshape(held.shape) for written, held in zip(after, pages, strict=True))
+
+
 def _publish(
     pages: tuple[jax.Array, ...],
     block_table: jax.Array,
@@ -316,18 +368,18 @@ def _publish(
     staged: tuple[jax.Array, ...],
     states: tuple[jax.Array, ...],
     to: Destinations,
+    *,
+    backend: Backend = "xla",
 ) -> tuple[tuple[jax.Array, ...], jax.Array, tuple[jax.Array, ...]]:
-    def write(layer_pages: jax.Array, layer_staged: jax.Array) -> jax.Array:
-        ring = ring_of(layer_pages)
-        if ring is None:
-            return layer_pages.at[to.block, :, :, to.slot].set(layer_staged, mode="drop")
-        return layer_pages.at[to.place, to.column % ring, :, :, to.slot].set(layer_staged, mode="drop")
-
+    if backend == "xla":
+        pages = tuple(_write(held, fresh, to) for held, fresh in zip(pages, staged, strict=True))
+    else:
+        pages = _write_by_kernel(pages, staged, to, block_table.shape[0], backend)
     block_table = block_table.at[to.place, to.column].set(to.block, mode="drop")
     fixed = tuple(
         pool.at[to.states].set(after, mode="drop") for pool, after in zip(fixed, states, strict=True)
     )
-    return tuple(map(write, pages, staged)), block_table, fixed
+    return pages, block_table, fixed
 
 
 def padded(values: np.ndarray, size: int) -> np.ndarray:

@@ -22,6 +22,7 @@ from jaxengine.config import EngineConfig
 from jaxengine.errors import EngineError, SpentStateError
 from jaxengine.events import EngineErrorCode, EventRecord
 from jaxengine.fixed_state import BANKS
+from jaxengine.kernels import Kernels, choose_kernels
 from jaxengine.logs import LogTable
 from jaxengine.sizing import ran_out_of_memory, resolve_config
 from jaxengine.windows import pages_shape, ring_blocks
@@ -194,6 +195,7 @@ class Control:
         failure: What ended the engine's work, or None while it is healthy.
         config: The engine's limits.
         facts: The model's.
+        kernels: Where attention and publication run.
     """
 
     requests: Requests
@@ -206,6 +208,7 @@ class Control:
     failure: StoredFailure | None = flax.struct.field(pytree_node=False)
     config: EngineConfig = flax.struct.field(pytree_node=False)
     facts: ModelFacts = flax.struct.field(pytree_node=False)
+    kernels: Kernels = flax.struct.field(pytree_node=False)
 
     @property
     def num_blocks(self) -> int:
@@ -296,7 +299,7 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
     Raises:
         TypeError: `model` is no Model or `config` no EngineConfig.
         ValueError: The free memory is too small for the pool, of the given size or of any; or the folder's chunk size
-            is out of range.
+            is out of range; or `config.backend` is a kernel that does not take some layer.
     """
     from jaxengine.model import require_model  # it needs this module
 
@@ -315,6 +318,7 @@ def init_state(model: Model, config: EngineConfig) -> EngineState:
         failure=None,
         config=config,
         facts=facts_of(model),
+        kernels=choose_kernels(model.decoder.layers, config),
     )
     # Made by the device, one by one: a shared zeros array could not be donated, and `jnp.zeros` may return one.
     make = jax.jit(jnp.zeros, static_argnums=(0, 1))

@@ -56,6 +56,7 @@ from jaxengine.state import (
     rows_of,
 )
 from jaxengine.windows import require_room_in_rings
+from pallas_kernels import Backend
 
 
 @dataclasses.dataclass(eq=False)
@@ -144,7 +145,7 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
     reach(Stage.CHECKPOINT)
     control, store = state.control, state.store
     reach(Stage.PACK)
-    bucket = bucket_for(plan, control.config)
+    bucket = bucket_for(plan, control.config, control.kernels.prefill_tile)
     batch = pack(control, plan, bucket)
     reach(Stage.EXECUTE)
     drafted = bool(plan.num_drafts.any())
@@ -155,6 +156,7 @@ def _run(model: Model, state: EngineState, plan: StepPlan) -> StagedStep:
         store.fixed,
         batch,
         tile_size=bucket.tile_size,
+        kernels=control.kernels,
         replayable=drafted and bool(store.fixed),
     )
     # The device is at work: whatever needs no result of it comes first.
@@ -321,7 +323,7 @@ def commit(
     transaction.fate.committed = state.store.lease.spent = donate
     with _failures_of(state.store, taken=donate):
         reach(Stage.PUBLISH)
-        store = _publish(state.store, transaction.staged, donate)
+        store = _publish(state.store, transaction.staged, donate, state.control.kernels.publication)
     transaction.fate.committed = True
     return EngineState(control, store), events
 
@@ -384,12 +386,12 @@ def _counts_fit(control: Control, plan: StepPlan) -> bool:
     return bool((fits & (plan.num_drafts >= 0) & (plan.num_drafts <= proposed)).all())
 
 
-def _publish(store: Store, staged: StagedStep | None, donate: bool) -> Store:
+def _publish(store: Store, staged: StagedStep | None, donate: bool, backend: Backend) -> Store:
     """The next store under a lease of its own; without staged tokens it differs in nothing else."""
     arrays = (store.pages, store.block_table, store.fixed)
     if staged is not None:
         program = staged.programs.publish if donate else staged.programs.publish_copy
-        arrays = program(*arrays, staged.result.staged, staged.result.fixed, staged.to)
+        arrays = program(*arrays, staged.result.staged, staged.result.fixed, staged.to, backend=backend)
     elif not donate:
         arrays = jax.tree.map(jnp.copy, arrays)
     return Store(*arrays, Lease())

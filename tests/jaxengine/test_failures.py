@@ -145,7 +145,7 @@ def test_F2_E3_a_write_that_fails_after_it_was_dispatched_is_fatal_at_the_next_s
         def __getattr__(self, name):
             return getattr(MODEL.programs, name)
 
-        def publish(self, pages, table, fixed, *_):
+        def publish(self, pages, table, fixed, *_, **static):
             return tuple(map(poisoned, pages)), table, fixed
 
     engine, _ = started(failure_policy=policy)

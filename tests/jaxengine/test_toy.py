@@ -245,10 +245,10 @@ class Faulty:
         self.unusable |= ~np.array(choice.usable)[:ROWS]
         return choice._replace(usable=np.ones(len(choice.usable), bool))
 
-    def publish(self, pages, table, fixed, staged, states, to):
+    def publish(self, pages, table, fixed, staged, states, to, **static):
         if self.fault in IN_PUBLISH:
             to = self.fault(to, self.tokens)
-        return MODEL.programs.publish(pages, table, fixed, staged, states, to)
+        return MODEL.programs.publish(pages, table, fixed, staged, states, to, **static)
 
 
 def start(prompts: list[list[int]], reused: bool) -> je.EngineState:

@@ -55,10 +55,10 @@ class Faulty:
         self.unusable |= ~np.array(choice.usable)[:ROWS]
         return choice._replace(usable=np.ones(len(choice.usable), bool))
 
-    def publish(self, pages, *others):
+    def publish(self, pages, *others, **static):
         *others, to = others
-        (_, rings), _, _ = MODEL.programs.publish_copy(pages, *others, self.write(to))
-        (full, _), table, fixed = MODEL.programs.publish_copy(pages, *others, to)
+        (_, rings), _, _ = MODEL.programs.publish_copy(pages, *others, self.write(to), **static)
+        (full, _), table, fixed = MODEL.programs.publish_copy(pages, *others, to, **static)
         return (full, rings), table, fixed
 
 

@@ -161,7 +161,7 @@ def test_E3_a_failure_of_the_write_itself_ends_the_state():
     """Nobody can tell what a failed donation left, so the state refuses work instead of reading it."""
     state, _ = started([3, 1])
 
-    def publish(*arguments: Any) -> Any:
+    def publish(*arguments: Any, **static: Any) -> Any:
         raise Broken
 
     transaction = je.execute(MODEL, state, je.plan_step(state))
