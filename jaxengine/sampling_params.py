@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from jaxengine.checks import (
     Check,
     check_fields,
@@ -59,6 +61,8 @@ def _biases(label: str, value: object) -> tuple[tuple[int, float], ...]:
 def _token_ids(label: str, value: object) -> tuple[int, ...]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         raise TypeError(f"{label} is {value!r}; give a list of token ids")
+    if isinstance(value, np.ndarray) and value.ndim != 1:
+        raise TypeError(f"{label} is an array of {value.ndim} dimensions; give a list of token ids")
     return tuple(sorted({require_int(f"a token of {label}", token, 0) for token in value}))
 
 

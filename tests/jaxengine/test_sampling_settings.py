@@ -101,6 +101,12 @@ ODD = [
     (TypeError, "stop_token_ids", 5, "stop_token_ids is 5; give a list of token ids"),
     (TypeError, "stop_token_ids", "5", "stop_token_ids is '5'; give a list of token ids"),
     (TypeError, "stop_token_ids", {5: 1}, "stop_token_ids is {5: 1}; give a list of token ids"),
+    (
+        TypeError,
+        "stop_token_ids",
+        np.array(5),
+        "stop_token_ids is an array of 0 dimensions; give a list of token ids",
+    ),
     (TypeError, "stop_token_ids", [1.0], "a token of SamplingParams.stop_token_ids is 1.0; give an integer"),
     (
         ValueError,
