@@ -10,8 +10,10 @@ import functools
 import json
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
+
+import numpy as np
 
 # Left to itself the library allows any run of blanks between the parts of JSON, so that a model could write blanks up
 # to its limit. This spacing is that of `json.dumps`; being fixed, it is forced too.
@@ -23,6 +25,9 @@ _WITHOUT_EFFECT = ("temperature", "capture", "stop_capture")
 # Strings, regular expressions and comments, as the library's lexer takes them.
 _LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/')
 _ATTRIBUTES = re.compile(r"\[([^\[\]\n]*)\][ \t]*:")
+MOST_FORCED_BYTES = 20_000
+"""Most bytes of text that a grammar may force at one place, where it is looked at."""
+ENDLESS = f"it forces more than {MOST_FORCED_BYTES} bytes of text at one place; let it end sooner"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +130,12 @@ def _refusal(grammar: Grammar) -> str:
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(compiled, limits=limits())
         reason = messages[0] if failed else ""
         # A warning is about special tokens, which only the model's own tokenizer can judge.
+        if not messages and may_force_endlessly(grammar):
+            scout = llguidance.LLMatcher(
+                _byte_table(), source_without_forcing(grammar), log_level=0, limits=limits()
+            )
+            if forced_bytes(scout, [bytes([byte]) for byte in range(256)]) > MOST_FORCED_BYTES:
+                return ENDLESS
         if not messages:
             matcher = llguidance.LLMatcher(_byte_table(), compiled, log_level=0, limits=limits())
             matcher.compute_bitmask()
@@ -144,6 +155,52 @@ def source(grammar: Grammar) -> str:
         else ("lark_grammar", grammar.text)
     )
     return json.dumps({"grammars": [{key: value}]})
+
+
+def may_force_endlessly(grammar: Grammar) -> bool:
+    """Whether some text of a grammar may force more text without end.
+
+    The library follows forced text to its end before it returns, and bounds the rules on the way but not one terminal:
+    of `w t` with w = /a+/ and t = "a" it never comes back. A regular expression alone may always end, and so may each
+    part of JSON, unless the schema has spacing of its own.
+    """
+    if grammar.kind == "json_schema":
+        schema = json.loads(grammar.text)
+        options = schema.get("x-guidance") if isinstance(schema, Mapping) else None
+        return isinstance(options, Mapping) and any(
+            options.get(key) != _SPACING.get(key) for key in _SPACING_KEYS
+        )
+    return grammar.kind == "lark"
+
+
+def source_without_forcing(grammar: Grammar) -> str:
+    """The same language in the library's own notation; its matchers follow no forced text, so that they return."""
+    text = grammar.text if grammar.kind == "lark" else f"start: %json {grammar.text}"
+    # The last such line counts.
+    return json.dumps({"grammars": [{"lark_grammar": f'{text}\n%llguidance {{"no_forcing": true}}\n'}]})
+
+
+def forced_bytes(scout: Any, pieces: Sequence[bytes]) -> int:
+    """How many bytes a grammar forces next, a few more than `MOST_FORCED_BYTES` if there are more.
+
+    Args:
+        scout: A matcher from `source_without_forcing`; it moves on.
+        pieces: The bytes of each of its tokens.
+    """
+    length = 0
+    while length <= MOST_FORCED_BYTES and not scout.is_accepting():
+        mask = np.frombuffer(scout.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        # More tokens than one text has beginnings mean a choice; none is a dead end, which is told elsewhere.
+        if scout.is_error() or not 0 < len(allowed) <= 256 or allowed[-1] >= len(pieces):
+            break
+        longest = max(allowed.tolist(), key=lambda token: len(pieces[token]))
+        text = pieces[longest]
+        if not text or not all(text.startswith(pieces[token]) for token in allowed.tolist()):
+            break
+        scout.consume_token(longest)
+        length += len(text)
+    return length
 
 
 @functools.cache

@@ -21,7 +21,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxengine.grammars import Grammar, library, limits, one_line, source
+from jaxengine.grammars import (
+    ENDLESS,
+    MOST_FORCED_BYTES,
+    Grammar,
+    forced_bytes,
+    library,
+    limits,
+    may_force_endlessly,
+    one_line,
+    source,
+    source_without_forcing,
+)
 from jaxengine.text import Tokenizer
 
 __all__ = ["Grammar", "GuidanceError", "Guides"]
@@ -253,12 +264,21 @@ class Guides:
     def _compile(self, grammar: Grammar) -> Any:
         """The matcher before the first token."""
         if grammar not in self._compiled:
-            matcher = library().LLMatcher(self._table, source(grammar), log_level=0, limits=limits())
-            self._compiled[grammar] = self._checked(matcher, lambda matcher: matcher)
+            self._compiled[grammar] = self._checked(self._fresh(grammar), lambda matcher: matcher)
             if len(self._compiled) > _GRAMMARS:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
         return self._compiled[grammar]
+
+    def _fresh(self, grammar: Grammar) -> Any:
+        def compiled(text: str) -> Any:
+            return library().LLMatcher(self._table, text, log_level=0, limits=limits())
+
+        if not may_force_endlessly(grammar):
+            return compiled(source(grammar))
+        scout = self._checked(compiled(source_without_forcing(grammar)), lambda scout: scout)
+        ahead = _require_end(scout, self._vocabulary.tokens)
+        return _Scouted(compiled(source(grammar)), scout, ahead, self._vocabulary.tokens)
 
     def _consume(self, matcher: Any, tokens: list[int]) -> None:
         for token in tokens:
@@ -275,6 +295,40 @@ class Guides:
         if matcher.is_error():
             raise GuidanceError(one_line(matcher.get_error()))
         return result
+
+
+class _Scouted:
+    """A matcher of a grammar that may force text without end, at which the library would never return.
+
+    A second one, the scout, goes ahead of it.
+    """
+
+    def __init__(self, matcher: Any, scout: Any, ahead: int, pieces: Sequence[bytes]) -> None:
+        self._matcher, self._scout, self._ahead, self._pieces = matcher, scout, ahead, pieces
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def deep_copy(self) -> _Scouted:
+        return _Scouted(self._matcher.deep_copy(), self._scout.deep_copy(), self._ahead, self._pieces)
+
+    def consume_tokens(self, tokens: list[int]) -> bool:
+        """As the matcher's own; raises GuidanceError where the text behind the tokens has no end."""
+        if not self._scout.consume_tokens(tokens):
+            raise GuidanceError(one_line(self._scout.get_error()))
+        # Within text that was found to be forced there is nothing new.
+        self._ahead -= sum(len(self._pieces[token]) for token in tokens)
+        if self._ahead <= 0:
+            self._ahead = _require_end(self._scout, self._pieces)
+        return bool(self._matcher.consume_tokens(tokens))
+
+
+def _require_end(scout: Any, pieces: Sequence[bytes]) -> int:
+    """The bytes that are forced next; raises GuidanceError if there is no end of them."""
+    length = forced_bytes(scout.deep_copy(), pieces)
+    if length > MOST_FORCED_BYTES:
+        raise GuidanceError(ENDLESS)
+    return length
 
 
 class _Vocabulary:

@@ -182,6 +182,48 @@ def test_case_C17_a_huge_grammar_is_refused_soon_and_shortly():
     assert len(str(caught.value)) < 600
 
 
+ENDLESS_COMMA = {"item_separator": "1+", "whitespace_flexible": False}
+LOOP = 'w: /a+/\nt: "a"'  # what the terminal `w` may take it takes, so that no `t` is ever left
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Grammar.lark(f"start: w t\n{LOOP}"),
+        lambda: Grammar.lark(f'%llguidance {{"no_forcing": false}}\nstart: "b" w t\n{LOOP} // end'),
+        lambda: Grammar.lark('start: "a" start'),
+        lambda: Grammar.json_schema(
+            {"type": "array", "items": {"const": 1}, "minItems": 2, "x-guidance": ENDLESS_COMMA}
+        ),
+    ],
+    ids=["terminal", "behind text", "rule", "spacing"],
+)
+def test_L4_case_C17_a_grammar_that_forces_text_without_end_is_refused(make):
+    """Left to itself the library follows the text of all but the rule for ever, and takes all memory."""
+    with pytest.raises(ValueError, match="forces more than 20000 bytes of text at one place"):
+        make()
+
+
+def test_L3_case_C17_text_without_end_later_on_ends_those_that_come_to_it_only(guides):
+    grammar = Grammar.lark(f'start: "b" | "c" "cccc"? w t\n{LOOP}')
+    assert allowed(guides, grammar) == set(spelled("b")) | set(spelled("c"))
+    for _ in range(2):
+        with pytest.raises(GuidanceError, match="forces more than 20000 bytes"):
+            allowed(guides, grammar, spelled("ca"))
+        assert allowed(guides, grammar, spelled("b")) == set(EOS)
+    with pytest.raises(GuidanceError, match="satisfy the grammar"):
+        allowed(guides, grammar, spelled("d"))
+
+
+def test_L5_case_C17_long_text_that_ends_is_still_forced(guides):
+    grammar = Grammar.lark('start: ("x" | "y") "' + "z" * 1000 + '" /a+/ "b"')
+    forced = guides.forced(grammar, spelled("x"))
+    assert len(forced) > 900
+    (_, *masks_behind) = masks(guides, cursor(grammar, spelled("x"), forced[:5]))
+    for place, mask in enumerate(masks_behind, 1):
+        assert set(np.flatnonzero(mask)) == {forced[place]}
+
+
 @pytest.mark.parametrize("failure", [MemoryError, KeyboardInterrupt, OSError])
 def test_L3_a_transient_failure_passes_through_and_leaves_nothing_damaged(monkeypatch, failure):
     """L3: raised inside the library's call back into the tokenizer; the next try gives the right mask."""
