@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks import (
+    attention_kernels,
     decode_throughput,
     fairness,
+    gpu_decode,
     guidance_cost,
     host_time,
     load_memory,
@@ -35,6 +37,8 @@ MAINS = {
     "guidance_cost": (guidance_cost.main, []),
     "speculation": (speculation.main, []),
     "load_memory": (load_memory.main, ["--folder", str(model("cpu-int4"))]),
+    "attention_kernels": (attention_kernels.main, []),
+    "gpu_decode": (gpu_decode.main, []),
 }
 
 
