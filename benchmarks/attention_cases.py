@@ -77,6 +77,11 @@ class Case:
         return 0 if self.heads.window is None else max(self.past - self.heads.window + 1, 0)
 
     @property
+    def dead_columns(self) -> int:
+        """Blocks of a row that lie behind the window of all queries; the pool doesn't hold them."""
+        return self.first_key // self.block_size
+
+    @property
     def bytes_a_key(self) -> int:
         """Bytes of one token's keys and values."""
         return 2 * self.heads.num_kv_heads * self.heads.head_dim * np.dtype(jnp.dtype(self.dtype)).itemsize
@@ -88,8 +93,8 @@ class Case:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the pages that the rows hold, keys behind the window included."""
-        return self.batch * self.columns * self.block_size * self.bytes_a_key
+        """Bytes of the blocks that hold the live keys."""
+        return self.batch * (self.columns - self.dead_columns) * self.block_size * self.bytes_a_key
 
     @property
     def flops(self) -> int:
@@ -111,7 +116,8 @@ class Inputs(NamedTuple):
     Attributes:
         query: dtype[batch * new, num_heads, head_dim].
         pages: dtype[num_blocks, 2, num_kv_heads, block_size, head_dim].
-        tables: int32[pools, batch, columns]; each pool's rows have blocks of their own, in random order.
+        tables: int32[pools, batch, columns]; each pool's rows have blocks of their own, in random order, and -1
+            where a block is dead.
         staged: dtype[pools, batch * new, 2, num_kv_heads, head_dim], the new tokens of each pool.
         sinks: float32[num_heads], or None.
     """
@@ -125,16 +131,18 @@ class Inputs(NamedTuple):
 
 def make_inputs(case: Case, pools: int) -> Inputs:
     """Normal random arrays; no key of a pool lies in another, so that walking over pools reads memory, not a cache."""
-    blocks = np.random.default_rng(0).permutation(pools * case.batch * case.columns)
-    return _fill(case, jnp.asarray(blocks.reshape(pools, case.batch, case.columns), jnp.int32))
+    shape = (pools, case.batch, case.columns - case.dead_columns)
+    blocks = np.random.default_rng(0).permutation(np.prod(shape)).reshape(shape)
+    tables = np.pad(blocks, ((0, 0), (0, 0), (case.dead_columns, 0)), constant_values=-1)
+    return _fill(case, blocks.size, jnp.asarray(tables, jnp.int32))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _fill(case: Case, tables: jax.Array) -> Inputs:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _fill(case: Case, num_blocks: int, tables: jax.Array) -> Inputs:
     heads, pools = case.heads, len(tables)
     rng = jax.random.split(random_key(0), 3)
     block_shape = (2, heads.num_kv_heads, case.block_size, heads.head_dim)
-    pages = random_blocks(rng[0], (tables.size, *block_shape), case.dtype)
+    pages = random_blocks(rng[0], (num_blocks, *block_shape), case.dtype)
     position = np.arange(case.past, case.context)
     staged = pages[tables[:, :, position // case.block_size], :, :, position % case.block_size]
     tokens = case.batch * case.new

@@ -57,6 +57,8 @@ def repeated(contender: Contender, case: Case, pools: int, calls: int) -> Callab
 
     def run(query: jax.Array, shared: Any, own: Any) -> jax.Array:
         def call(current: jax.Array, of_pool: Any) -> jax.Array:
+            # Else XLA takes what only a single pool decides, a gather say, out of the loop.
+            current, of_pool = lax.optimization_barrier((current, of_pool))
             return query + contender.attend(case, current, shared, of_pool)
 
         def walk(_: Any, current: jax.Array) -> jax.Array:
@@ -128,8 +130,8 @@ def jax_paged(interpret: bool = False) -> Contender:
         return None
 
     def operands(case: Case, inputs: Inputs) -> tuple[Any, Any]:
-        pages = inputs.pages.transpose(1, 2, 0, 3, 4)
-        return (pages[0], pages[1]), inputs.tables
+        keys, values = jax.jit(lambda pages: tuple(pages.transpose(1, 2, 0, 3, 4)))(inputs.pages)
+        return (keys, values), inputs.tables
 
     def attend(case: Case, query: jax.Array, shared: Any, own: Any) -> jax.Array:
         with warnings.catch_warnings():
@@ -149,14 +151,14 @@ def jax_paged(interpret: bool = False) -> Contender:
 
 def _in_order(case: Case, pages: jax.Array, table: jax.Array) -> jax.Array:
     """dtype[batch, 2, keys, num_kv_heads, head_dim], the blocks that hold live keys."""
-    live = pages[table[:, case.first_key // case.block_size :]]
+    live = pages[table[:, case.dead_columns :]]
     live = live.transpose(0, 2, 1, 4, 3, 5)
     live = live.reshape(case.batch, 2, -1, case.heads.num_kv_heads, case.heads.head_dim)
     return live[:, :, : case.context - _first_gathered(case)]
 
 
 def _first_gathered(case: Case) -> int:
-    return case.first_key // case.block_size * case.block_size
+    return case.dead_columns * case.block_size
 
 
 def _dot(case: Case, query: jax.Array, keys: jax.Array, sinks: jax.Array | None, kind: str) -> jax.Array:
@@ -195,7 +197,8 @@ def _dot_product(kind: str, *, gathered: bool) -> Contender:
     def operands(case: Case, inputs: Inputs) -> tuple[Any, Any]:
         if not gathered:
             return (inputs.pages, inputs.sinks), inputs.tables
-        pools = tuple(_in_order(case, inputs.pages, table) for table in inputs.tables)
+        laid_out = jax.jit(_in_order, static_argnums=0)
+        pools = tuple(laid_out(case, inputs.pages, table) for table in inputs.tables)
         return (None, inputs.sinks), pools
 
     def attend(case: Case, query: jax.Array, shared: Any, own: Any) -> jax.Array:

@@ -93,7 +93,7 @@ def measure_case(
     first: dict[str, float] = {}
     for name, program in programs.items():
         with refusals(reasons, name):
-            operands = jax.jit(chosen[name].operands, static_argnums=0)(case, inputs)
+            operands = chosen[name].operands(case, inputs)
             ready[name] = (program, inputs.query, *jax.block_until_ready(operands))
             results[name] = program(*ready[name][1:])
             jax.block_until_ready(results[name])
