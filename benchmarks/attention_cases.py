@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.card import random_blocks, random_key
+from benchmarks.random_arrays import random_blocks, random_key
 from pallas_kernels import KEY_TILE, QueryTiles, make_query_tiles
 
 

@@ -149,19 +149,22 @@ def jax_paged(interpret: bool = False) -> Contender:
     return Contender("jax_paged", refusal, operands, attend)
 
 
-def _in_order(case: Case, pages: jax.Array, table: jax.Array) -> jax.Array:
-    """dtype[batch, 2, keys, num_kv_heads, head_dim], the blocks that hold live keys."""
-    live = pages[table[:, case.dead_columns :]]
-    live = live.transpose(0, 2, 1, 4, 3, 5)
-    live = live.reshape(case.batch, 2, -1, case.heads.num_kv_heads, case.heads.head_dim)
-    return live[:, :, : case.context - _first_gathered(case)]
+def _in_order(case: Case, pages: jax.Array, table: jax.Array) -> tuple[jax.Array, ...]:
+    """Keys and values, each dtype[batch, keys, num_kv_heads, head_dim], of the blocks that hold live keys."""
+    size = (case.batch, -1, case.heads.num_kv_heads, case.heads.head_dim)
+
+    def gathered(kind: int) -> jax.Array:
+        blocks = pages[table[:, case.dead_columns :], kind].transpose(0, 1, 3, 2, 4)
+        return blocks.reshape(size)[:, : case.context - _first_gathered(case)]
+
+    return gathered(0), gathered(1)
 
 
 def _first_gathered(case: Case) -> int:
     return case.dead_columns * case.block_size
 
 
-def _dot(case: Case, query: jax.Array, keys: jax.Array, sinks: jax.Array | None, kind: str) -> jax.Array:
+def _dot(case: Case, query: jax.Array, keys: Any, sinks: jax.Array | None, kind: str) -> jax.Array:
     heads, begin = case.heads, _first_gathered(case)
     options: dict[str, Any] = {"implementation": kind, "return_residual": sinks is not None}
     if case.past == 0 and case.new > 1:
@@ -175,7 +178,7 @@ def _dot(case: Case, query: jax.Array, keys: jax.Array, sinks: jax.Array | None,
             seen &= key > position - heads.window
         options["mask"] = seen[None, None]
     rows = query.reshape(case.batch, case.new, heads.num_heads, heads.head_dim)
-    output = jax.nn.dot_product_attention(rows, keys[:, 0], keys[:, 1], **options)
+    output = jax.nn.dot_product_attention(rows, *keys, **options)
     if sinks is not None:
         output, logsum = output
         kept = jax.nn.sigmoid(logsum.astype(jnp.float32) - sinks)[..., None]

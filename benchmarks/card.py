@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import report
+from benchmarks.random_arrays import random_key
 
-_DISPATCHES, _DRAWN_BLOCKS = 8, 1024
+_DISPATCHES = 8
 
 
 def card_facts() -> dict[str, Any]:
@@ -52,17 +53,6 @@ def matrix_rate(size: int, turns: int) -> float:
     # Products of products keep their size.
     right = right / jnp.sqrt(size).astype(right.dtype)
     return 2 * size**3 / _seconds_in_a_row(jax.jit(functools.partial(jnp.matmul, right)), left, turns)
-
-
-def random_key(seed: int) -> jax.Array:
-    """A key of the generator that devices have built in, which compiles in no time and fills memory fast."""
-    return jax.random.key(seed, impl="rbg")
-
-
-def random_blocks(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Normal random blocks [num_blocks, ...]; a large pool repeats some of them, as it needs no room but its own."""
-    few = jax.random.normal(key, (min(shape[0], _DRAWN_BLOCKS), *shape[1:]), dtype)
-    return few if len(few) == shape[0] else few[jnp.arange(shape[0], dtype=jnp.int32) % len(few)]
 
 
 def seconds_of(dispatch: Callable[[], Any]) -> float:

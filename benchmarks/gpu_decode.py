@@ -27,15 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import plots, report
-from benchmarks.card import (
-    add_card_arguments,
-    card_facts,
-    copy_rate,
-    describe_card,
-    random_blocks,
-    random_key,
-    seconds_of,
-)
+from benchmarks.card import add_card_arguments, card_facts, copy_rate, describe_card, seconds_of
+from benchmarks.random_arrays import random_blocks, random_key
 from benchmarks.random_decoder import SHAPES, RandomDecoder
 from benchmarks.turns import BenchmarkError
 from jaxengine.sampling import SamplingRows, choose
@@ -67,7 +60,7 @@ class Rows(NamedTuple):
 
 
 class Programs(NamedTuple):
-    """The compiled programs of a step, for one backend and number of rows."""
+    """The programs of a step, for one backend and number of rows."""
 
     forward: Any
     choose: Any
@@ -93,11 +86,8 @@ def rows_of(batch: int, context: int, columns: int, num_blocks: int, size: int) 
     return jax.tree.map(jnp.asarray, Rows(table, past.astype(np.int32), tiles, block, slot.astype(np.int32)))
 
 
-def compile_programs(
-    decoder: RandomDecoder, backend: Backend, pages: Sequence[jax.ShapeDtypeStruct], rows: Rows
-) -> Programs:
-    """Compiles what a step of so many rows runs."""
-    batch = len(rows.positions)
+def step_functions(decoder: RandomDecoder, backend: Backend, batch: int) -> Programs:
+    """What a step of so many rows runs, as functions."""
 
     # One function for all layers, so that it is traced once.
     @functools.partial(jax.jit, static_argnames="scale")
@@ -131,13 +121,21 @@ def compile_programs(
     def publish(pages: Sequence[jax.Array], staged: Sequence[jax.Array], rows: Rows) -> Any:
         return publish_kv(pages, staged, rows.block, rows.slot, backend=backend)
 
-    tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    lowered = jax.jit(forward).lower(decoder.params, pages, rows, tokens)
+    return Programs(forward, chosen, publish)
+
+
+def compile_programs(
+    decoder: RandomDecoder, backend: Backend, pages: Sequence[jax.ShapeDtypeStruct], rows: Rows
+) -> Programs:
+    """Compiles what a step of so many rows runs."""
+    functions = step_functions(decoder, backend, len(rows.positions))
+    tokens = jax.ShapeDtypeStruct(rows.positions.shape, jnp.int32)
+    lowered = jax.jit(functions.forward).lower(decoder.params, pages, rows, tokens)
     logits, staged = lowered.out_info
     return Programs(
         lowered.compile(),
-        jax.jit(chosen).lower(logits, rows).compile(),
-        jax.jit(publish, donate_argnums=0).lower(pages, staged, rows).compile(),
+        jax.jit(functions.choose).lower(logits, rows).compile(),
+        jax.jit(functions.publish, donate_argnums=0).lower(pages, staged, rows).compile(),
     )
 
 

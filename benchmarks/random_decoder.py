@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.card import random_key
+from benchmarks.random_arrays import random_key
 from onnx_import import Attention, AttentionSpec, FixedSpec, FixedState
 
 DTYPE = jnp.bfloat16
