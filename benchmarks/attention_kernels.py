@@ -38,6 +38,7 @@ from benchmarks.card import (
     copy_rate,
     describe_card,
     matrix_rate,
+    reason_of,
     seconds_of,
 )
 
@@ -68,8 +69,7 @@ def refusals(reasons: dict[str, str], name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        reasons[name] = f"{type(error).__name__}: {first}"[:160]
+        reasons[name] = reason_of(error)
 
 
 def measure_case(
@@ -200,7 +200,12 @@ def measure(arguments: argparse.Namespace) -> None:
             rows.append({"model": case.heads.name, "step": str(case), "contender": "all", "reason": reason})
             continue
         print(f"{time.monotonic() - begin:5.0f} s: {case.heads.name}, {case}", file=sys.stderr, flush=True)
-        rows += measure_case(case, arguments.contenders, card, arguments)
+        reasons: dict[str, str] = {}
+        with refusals(reasons, "all"):
+            rows += measure_case(case, arguments.contenders, card, arguments)
+        if reasons:
+            rows.append({"model": case.heads.name, "step": str(case), "contender": "all"})
+            rows[-1]["reason"] = reasons["all"]
     settings = {
         name: getattr(arguments, name)
         for name in ("block_size", "dtype", "cache_mib", "copy_mib", "matrix_size", "turns", "seconds")

@@ -55,6 +55,12 @@ def matrix_rate(size: int, turns: int) -> float:
     return 2 * size**3 / _seconds_in_a_row(jax.jit(functools.partial(jnp.matmul, right)), left, turns)
 
 
+def reason_of(error: Exception) -> str:
+    """One short line about why something can't run: compilers and runtimes say much more."""
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"[:160]
+
+
 def seconds_of(dispatch: Callable[[], Any]) -> float:
     """Seconds until all that `dispatch` makes is there."""
     begin = time.perf_counter()

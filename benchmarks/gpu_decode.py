@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import plots, report
-from benchmarks.card import add_card_arguments, card_facts, copy_rate, describe_card, seconds_of
+from benchmarks.card import add_card_arguments, card_facts, copy_rate, describe_card, reason_of, seconds_of
 from benchmarks.random_arrays import random_blocks, random_key
 from benchmarks.random_decoder import SHAPES, RandomDecoder
 from benchmarks.turns import BenchmarkError
@@ -185,11 +185,18 @@ def measure_model(
     name: str, backends: Sequence[Backend], card: dict[str, Any], arguments: argparse.Namespace, begin: float
 ) -> list[dict[str, Any]]:
     """A row for each batch, context and backend, measured or with the reason why not."""
+    sizes = [(batch, context) for context in arguments.contexts for batch in arguments.batch]
+    late = f"not begun: {arguments.seconds} seconds were over; raise --seconds"
+    if time.monotonic() - begin > arguments.seconds:
+        return [
+            {"model": name, "batch": batch, "context": context, "backend": backend, "reason": late}
+            for batch, context in sizes
+            for backend in backends
+        ]
     shape = SHAPES[name]
     decoder = RandomDecoder(shape)
     size = arguments.block_size
     block_bytes = 2 * shape.num_kv_heads * size * shape.head_dim * 2 * shape.layers
-    sizes = [(batch, context) for context in arguments.contexts for batch in arguments.batch]
     room = int(pool_bytes(decoder, card, arguments.pool_gib) // block_bytes)
     fits = {(b, c) for b, c in sizes if b * -(-c // size) <= room}
     num_blocks = max((b * -(-c // size) for b, c in fits), default=1)
@@ -203,7 +210,8 @@ def measure_model(
     needed = sorted({batch for batch, _ in fits})
     with ThreadPoolExecutor() as workers:
         futures = {(b, backend): workers.submit(compiled, b, backend) for b in needed for backend in backends}
-        programs = {key: future.result() for key, future in futures.items()}
+    failures = {key: reason_of(error) for key, future in futures.items() if (error := future.exception())}
+    programs = {key: future.result() for key, future in futures.items() if key not in failures}
     pages: Any = make_pages(page, shape.layers)
     rows: list[dict[str, Any]] = []
     for batch, context in sizes:
@@ -217,19 +225,28 @@ def measure_model(
                 f"its keys take {batch * -(-context // size) * block_bytes / 2**30:.1f} GiB; raise --pool-gib"
             )
         elif time.monotonic() - begin > arguments.seconds:
-            reason = f"not begun: {arguments.seconds} seconds were over; raise --seconds"
+            reason = late
         if reason is not None:
             rows += [row | {"backend": backend, "reason": reason} for backend in backends]
             continue
         print(f"{time.monotonic() - begin:5.0f} s: {name}, {batch} x {context}", file=sys.stderr, flush=True)
         where = rows_of(batch, context, columns, num_blocks, size)
-        contenders = {b: Contender(decoder, programs[batch, b], where) for b in backends}
-        found, tokens, pages = in_turns(contenders, pages, batch, arguments)
+        failed = {b: failures[batch, b] for b in backends if (batch, b) in failures}
+        runs = [b for b in backends if b not in failed]
+        contenders = {b: Contender(decoder, programs[batch, b], where) for b in runs}
         parts = {}
-        for backend, contender in contenders.items():
-            parts[backend], pages = contender.parts(pages, jnp.asarray(tokens[backend]))
-        first = backends[0]
-        for backend in backends:
+        # One step without memory shouldn't cost the others' figures.
+        try:
+            found, tokens, pages = in_turns(contenders, pages, batch, arguments)
+            for backend, contender in contenders.items():
+                parts[backend], pages = contender.parts(pages, jnp.asarray(tokens[backend]))
+        except Exception as error:
+            failed |= dict.fromkeys(runs, reason_of(error))
+            runs, pages = [], None
+            pages = make_pages(page, shape.layers)
+        rows += [row | {"backend": backend, "reason": reason} for backend, reason in failed.items()]
+        first = next(iter(runs), None)
+        for backend in runs:
             seconds = found[backend]
             middle = statistics.median(seconds)
             pairs = zip(found[first], seconds, strict=True)
@@ -318,7 +335,7 @@ def tabulated(rows: Sequence[dict[str, Any]]) -> str:
     cells = []
     for row in rows:
         line = [row["model"], str(row["batch"]), str(row["context"]), row["backend"]]
-        line.append(f"{1e3 * row['bound_seconds']:.2f}")
+        line.append(f"{1e3 * row['bound_seconds']:.2f}" if "bound_seconds" in row else "")
         if "seconds" in row:
             line += [
                 f"{1e3 * row['seconds']:.2f}",

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -197,3 +198,27 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(mai
     monkeypatch.setattr(report, "_version", lambda name: None)
     assert main(["--plot", "x.png"]) == 1
     assert capsys.readouterr().err == "error: this benchmark needs matplotlib: install it with pip\n"
+
+
+def test_a_decode_step_that_fails_is_named(tmp_path, monkeypatch):
+    def fail(*_):
+        raise MemoryError("no room\nand much more")
+
+    monkeypatch.setitem(SHAPES, "tiny", SHAPE)
+    monkeypatch.setattr(gpu_decode, "compile_programs", fail)
+    file = tmp_path / "result.json"
+    sizes = ["--models", "tiny", "--batch", "2", "--contexts", "20", "--block-size", "8", "--pool-gib", "1"]
+    assert gpu_decode.main([*RATES, *sizes, "--json", str(file)]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["reason"] == "MemoryError: no room"
+    assert "seconds" not in row
+
+
+def test_what_no_time_is_left_for_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_decode, "time", SimpleNamespace(monotonic=iter([0.0, 11.0]).__next__))
+    file = tmp_path / "result.json"
+    sizes = ["--models", "llama-3-8b", "--batch", "2", "--contexts", "20", "--seconds", "10"]
+    assert gpu_decode.main([*RATES, *sizes, "--json", str(file)]) == 0
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["reason"] == "not begun: 10 seconds were over; raise --seconds"
+    assert row["reason"] in capsys.readouterr().out
