@@ -27,6 +27,7 @@ _LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/'
 _ATTRIBUTES = re.compile(r"\[([^\[\]\n]*)\][ \t]*:")
 MOST_FORCED_BYTES = 20_000
 """Most bytes of text that a grammar may force at one place, where it is looked at."""
+BYTES = [bytes([byte]) for byte in range(256)]
 ENDLESS = f"it forces more than {MOST_FORCED_BYTES} bytes of text at one place; let it end sooner"
 
 
@@ -130,12 +131,12 @@ def _refusal(grammar: Grammar) -> str:
         failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(compiled, limits=limits())
         reason = messages[0] if failed else ""
         # A warning is about special tokens, which only the model's own tokenizer can judge.
-        if not messages and may_force_endlessly(grammar):
-            scout = llguidance.LLMatcher(
-                _byte_table(), source_without_forcing(grammar), log_level=0, limits=limits()
-            )
-            if forced_bytes(scout, [bytes([byte]) for byte in range(256)]) > MOST_FORCED_BYTES:
-                return ENDLESS
+        if (
+            not messages
+            and may_force_endlessly(grammar)
+            and forced_bytes(byte_scout(grammar), BYTES) > MOST_FORCED_BYTES
+        ):
+            return ENDLESS
         if not messages:
             matcher = llguidance.LLMatcher(_byte_table(), compiled, log_level=0, limits=limits())
             matcher.compute_bitmask()
@@ -178,6 +179,12 @@ def source_without_forcing(grammar: Grammar) -> str:
     text = grammar.text if grammar.kind == "lark" else f"start: %json {grammar.text}"
     # The last such line counts.
     return json.dumps({"grammars": [{"lark_grammar": f'{text}\n%llguidance {{"no_forcing": true}}\n'}]})
+
+
+def byte_scout(grammar: Grammar) -> Any:
+    """A matcher of `source_without_forcing` whose tokens are bytes, and which knows no special ones."""
+    compiled = source_without_forcing(grammar)
+    return library().LLMatcher(_byte_table(), compiled, log_level=0, limits=limits())
 
 
 def forced_bytes(scout: Any, pieces: Sequence[bytes]) -> int:

@@ -22,9 +22,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxengine.grammars import (
+    BYTES,
     ENDLESS,
     MOST_FORCED_BYTES,
     Grammar,
+    byte_scout,
     forced_bytes,
     library,
     limits,
@@ -276,9 +278,14 @@ class Guides:
 
         if not may_force_endlessly(grammar):
             return compiled(source(grammar))
-        scout = self._checked(compiled(source_without_forcing(grammar)), lambda scout: scout)
-        ahead = _require_end(scout, self._vocabulary.tokens)
-        return _Scouted(compiled(source(grammar)), scout, ahead, self._vocabulary.tokens)
+        # Masks of bytes cost next to nothing, but know no special tokens, of which the library warns.
+        _, warnings = library().LLMatcher.validate_grammar_with_warnings(source(grammar), limits=limits())
+        scout = compiled(source_without_forcing(grammar)) if warnings else byte_scout(grammar)
+        scout = self._checked(scout, lambda scout: scout)
+        ahead = _require_end(scout, self._vocabulary.tokens if warnings else BYTES)
+        return _Scouted(
+            compiled(source(grammar)), scout, ahead, self._vocabulary.tokens, in_bytes=not warnings
+        )
 
     def _consume(self, matcher: Any, tokens: list[int]) -> None:
         for token in tokens:
@@ -303,23 +310,28 @@ class _Scouted:
     A second one, the scout, goes ahead of it.
     """
 
-    def __init__(self, matcher: Any, scout: Any, ahead: int, pieces: Sequence[bytes]) -> None:
-        self._matcher, self._scout, self._ahead, self._pieces = matcher, scout, ahead, pieces
+    def __init__(
+        self, matcher: Any, scout: Any, ahead: int, pieces: Sequence[bytes], *, in_bytes: bool
+    ) -> None:
+        self._matcher, self._scout, self._ahead = matcher, scout, ahead
+        self._pieces, self._in_bytes = pieces, in_bytes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._matcher, name)
 
     def deep_copy(self) -> _Scouted:
-        return _Scouted(self._matcher.deep_copy(), self._scout.deep_copy(), self._ahead, self._pieces)
+        matcher, scout = self._matcher.deep_copy(), self._scout.deep_copy()
+        return _Scouted(matcher, scout, self._ahead, self._pieces, in_bytes=self._in_bytes)
 
     def consume_tokens(self, tokens: list[int]) -> bool:
         """As the matcher's own; raises GuidanceError where the text behind the tokens has no end."""
-        if not self._scout.consume_tokens(tokens):
+        text = b"".join(self._pieces[token] for token in tokens)
+        if not self._scout.consume_tokens(list(text) if self._in_bytes else tokens):
             raise GuidanceError(one_line(self._scout.get_error()))
         # Within text that was found to be forced there is nothing new.
-        self._ahead -= sum(len(self._pieces[token]) for token in tokens)
+        self._ahead -= len(text)
         if self._ahead <= 0:
-            self._ahead = _require_end(self._scout, self._pieces)
+            self._ahead = _require_end(self._scout, BYTES if self._in_bytes else self._pieces)
         return bool(self._matcher.consume_tokens(tokens))
 
 
