@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret.interpret_pallas_call import get_races
 
 import jaxengine as je
+from jaxengine import programs
 from jaxengine.kernels import PREFILL_TILE, Kernels, choose_kernels
 from onnx_import import AttentionSpec
 from pallas_kernels import backends
@@ -29,14 +31,14 @@ interpreted = pytest.mark.skipif(
 
 
 def served(model: je.Model, config: je.EngineConfig) -> tuple[list[list[int]], set[str]]:
-    """The tokens of two requests, and the kinds of steps that made them: the first prompt takes two chunks."""
+    """The tokens of two requests, and the kinds of steps that made them: the first prompt takes three chunks."""
     kinds = set()
     with je.Engine(model, config) as engine:
         requests = []
         while not requests or engine.has_pending_requests():
-            if len(requests) < 2 and engine.metrics.steps == 2 * len(requests):
+            if len(requests) < 2 and engine.metrics.steps == 3 * len(requests):
                 requests.append(engine.create_request())
-                prompt = [3 + 5 * i for i in range(20)] if len(requests) == 1 else [8, 4, 9]
+                prompt = [(3 + 5 * i) % 26 for i in range(36)] if len(requests) == 1 else [8, 4, 9]
                 requests[-1].begin_turn(prompt, je.TurnOptions(5 - len(requests)))
             plan = je.plan_step(engine.state)
             if len(plan.rows):
@@ -51,19 +53,67 @@ def served(model: je.Model, config: je.EngineConfig) -> tuple[list[list[int]], s
 @pytest.mark.parametrize(
     "name",
     [
-        "cpu-fp32/gptoss",
-        pytest.param("cpu-fp32/gemma2", marks=pytest.mark.thorough),
+        "cpu-fp32/gemma2",
+        pytest.param("cpu-fp32/gptoss", marks=pytest.mark.thorough),
         pytest.param("paged-fp16/llama", marks=pytest.mark.thorough),
     ],
 )
 def test_R4_E5_the_engine_with_interpreted_kernels_chooses_the_tokens_of_plain_jax(name):
-    """Sinks, a window in rings; soft cap; float16. Prefill by chunks, decode, and both in one step."""
+    """Soft cap, a window in rings that wrap; sinks; float16. Prefill by chunks, decode, and both in one step."""
     model = je.load_model(MODELS / name)
     expected, kinds = served(model, CONFIG)
     assert kinds == {"prefill", "decode", "mixed"}
     got, _ = served(model, dataclasses.replace(CONFIG, backend="interpret"))
     assert got == expected
     assert not get_races().races_found
+
+
+def test_R5_what_a_state_has_settled_reaches_each_part_of_a_step(monkeypatch):
+    """What a program is traced with, and what the parts inside of it are called with."""
+    called: dict[str, list[dict]] = {"forward": [], "publish": [], "paged_attention": [], "publish_kv": []}
+
+    def recording(name, function):
+        def record(*arguments, **options):
+            called[name].append(options)
+            return function(*arguments, **options)
+
+        return record
+
+    for name in ("paged_attention", "publish_kv"):
+        monkeypatch.setattr(programs, name, recording(name, getattr(programs, name)))
+    fresh = programs.Programs(MODEL.decoder)
+    for name in ("forward", "publish"):
+        setattr(fresh, name, recording(name, getattr(fresh, name)))
+    model = dataclasses.replace(MODEL, programs=fresh)
+    served(model, dataclasses.replace(CONFIG, deterministic=True))
+    settled = Kernels(("xla",), "xla", PREFILL_TILE, batch_invariant=True)
+    assert called["forward"]
+    assert all(options["kernels"] == settled for options in called["forward"])
+    assert all(options == {"backend": "xla"} for options in called["publish"] + called["publish_kv"])
+    assert called["paged_attention"]
+    assert all(
+        (options["backend"], options["batch_invariant"]) == ("xla", True)
+        for options in called["paged_attention"]
+    )
+
+
+@pytest.mark.parametrize(
+    "outside", [(2, 9), (2**31 - 1, 2**31 - 1), (2**30, 2**30)], ids=["padding", "refused draft", "far"]
+)
+def test_R3_D6_the_kernel_writes_pool_and_rings_as_plain_jax_does(outside):
+    """A place far outside is the hard one: times the length of a ring it would come back inside."""
+    rng = np.random.default_rng(0)
+    shapes = ((9, 2, 1, 4, 4), (2, 3, 2, 1, 4, 4), (2, 4, 2, 1, 4, 4))
+    pages = tuple(rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    staged = tuple(rng.standard_normal((4, 2, 1, 4)).astype(np.float32) for _ in shapes)
+    place, block = np.array([0, 1, 1, outside[0]], np.int32), np.array([5, 0, 0, outside[1]], np.int32)
+    column, slot = np.array([7, 4, 4, 1], np.int32), np.array([3, 0, 1, 2], np.int32)
+    to = programs.Destinations(place, column, block, slot, np.zeros(0, np.int32))
+    table = np.zeros((2, 8), np.int32)
+    run = programs.Programs(MODEL.decoder).publish_copy
+    expected, got = (run(pages, table, (), staged, (), to, backend=name) for name in ("xla", "interpret"))
+    assert (expected[0][0] != pages[0]).any(axis=(1, 2, 4)).sum() == 3
+    chex.assert_trees_all_equal(got, expected)
 
 
 def test_R5_on_a_cpu_a_state_settles_for_plain_jax():
