@@ -83,6 +83,7 @@ def tests_newest(session: nox.Session) -> None:
                 "exactness",
                 "fixed_state",
                 "handover",
+                "kernels_in_engine",
                 "lifecycle",
                 "logs",
             ),

@@ -48,8 +48,8 @@ def served(model: je.Model, config: je.EngineConfig) -> tuple[list[list[int]], s
         return [request.tokens.tolist() for request in requests], kinds
 
 
+# Not marked slow: the session of the newest JAX, the only one that can run it, leaves slow tests out.
 @interpreted
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
