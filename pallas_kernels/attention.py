@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels.backends import Backend, Shaped, choose, interpretation
 from pallas_kernels.exact_attention import exact_attention
+from pallas_kernels.quantisation import LARGEST_CODE
 from pallas_kernels.tiles import QueryTiles
 
 _HOPPER = ("9.0",)
@@ -29,6 +30,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     ring: int | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
     backend: Backend | None = None,
     batch_invariant: bool = False,
 ) -> jax.Array:
@@ -55,6 +57,9 @@ def paged_attention(
         sinks: float[num_heads], a logit a head that takes part in the softmax and brings no value; never capped.
         ring: Blocks that each place owns, block j of place p at p * ring + j; the block table is not read then. None
             takes blocks from the table.
+        scales: For staged and pages of codes, int8 or float8_e4m3fn, those of the staged tokens, float32[tokens, 2,
+            num_kv_heads], and of the pages, float32[num_blocks, 2, num_kv_heads, block_size]; an element is
+            float32(code) * scale. See `quantise`.
         backend: None takes the kernel on Hopper GPUs and XLA elsewhere, and warns once where the kernel does not take
             the shapes.
         batch_invariant: Whether the kernel's way of summing must not depend on the other rows.
@@ -64,7 +69,7 @@ def paged_attention(
 
     Raises:
         ValueError: There is no such backend, "mosaic_gpu" or "interpret" is given and the kernel does not take the
-            shapes, the pool has too many rows, or the scale isn't positive.
+            shapes, the pool has too many rows, the scale isn't positive, or codes and scales don't fit each other.
     """
     num_blocks, _, num_kv_heads, block_size, head_dim = pages.shape
     if scale <= 0:
@@ -74,10 +79,12 @@ def paged_attention(
             f"pages of {num_blocks} blocks have more than 2^31 rows of head_dim, which 32 bits can't count; "
             "take fewer blocks"
         )
+    _check_scales(staged, pages, scales)
     place = attention_backend(query, staged, pages, tile_size, backend)
     options: dict[str, Any] = {"tile_size": tile_size}
     if place == "xla":
         options |= {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks, "ring": ring}
+        options["scales"] = scales
         return exact_attention(query, staged, pages, block_table, tiles, **options)
 
     # Only where it is used: Mosaic GPU takes a second to import.
@@ -133,6 +140,24 @@ def best_tile_size(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     from pallas_kernels.tuning import most_rows
 
     return max(most_rows(head_dim) * num_kv_heads // num_heads, 1)
+
+
+def _check_scales(staged: jax.Array, pages: jax.Array, scales: tuple[jax.Array, jax.Array] | None) -> None:
+    if scales is None:
+        if np.dtype(pages.dtype) in LARGEST_CODE:
+            raise ValueError(f"pages of {pages.dtype} are codes; give their scales")
+        return
+    if np.dtype(pages.dtype) not in LARGEST_CODE or staged.dtype != pages.dtype:
+        raise ValueError(
+            f"scales are given for {staged.dtype} staged and {pages.dtype} pages; give both as int8 or both as "
+            "float8_e4m3fn, or no scales"
+        )
+    for name, array, given in (("staged", staged, scales[0]), ("pages", pages, scales[1])):
+        if given.dtype != np.float32 or given.shape != array.shape[:-1]:
+            raise ValueError(
+                f"{name} {array.shape} have scales {given.dtype}{given.shape}; give float32 in the same shape without "
+                "head_dim"
+            )
 
 
 def _refusal(query: Shaped, staged: Shaped, pages: Shaped, tile_size: int, backend: Backend) -> str | None:

@@ -35,18 +35,20 @@ def exact_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     ring: int | None = None,
+    scales: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Attention as `paged_attention` describes it, with the same arguments, on any platform.
 
     With a window each query tile begins its walk at the first key tile that it sees, so that the context before costs
     nothing; the other keys behind the window are hidden. Neither changes a bit, because a hidden key adds zero and
     leaves the running maximum as it is. What a ring's slot held before is hidden like an unwritten one, so the bits are
-    those of a whole table, as long as the window needs no older key.
+    those of a whole table, as long as the window needs no older key. Codes are read as float32(code) * scale.
 
     Returns:
         query's dtype[tokens, num_heads, head_dim].
     """
     query, staged, pages, block_table = map(jnp.asarray, (query, staged, pages, block_table))
+    scales = None if scales is None else (jnp.asarray(scales[0]), jnp.asarray(scales[1]))
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = pages.shape[2]
     group = num_heads // num_kv_heads
@@ -71,7 +73,9 @@ def exact_attention(
     def walk(nth: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         best, output = carry
         position = (first_tile[:, None] + nth) * KEY_TILE + jnp.arange(KEY_TILE)
-        keys, values, hole = _read_tile(position, staged, pages, block_table, tiles, tile_size, ring)
+        (keys, values), hole = _read_tile(
+            position, staged, pages, block_table, tiles, tile_size, ring, scales
+        )
         # Slots that nothing has written may hold NaN: they are selected away, not multiplied by zero.
         written = (position < key_end) & ~hole
         if window is not None:
@@ -127,13 +131,14 @@ def _read_tile(
     tiles: QueryTiles,
     tile_size: int,
     ring: int | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    scales: tuple[jax.Array, jax.Array] | None,
+) -> tuple[list[jax.Array], jax.Array]:
     """Reads key tiles at `position`, int32[tiles or 1, KEY_TILE].
 
     Returns:
         Keys and values float32[tiles, kv_heads, KEY_TILE, head_dim], and bool[tiles, KEY_TILE] holes.
     """
-    num_blocks, _, num_kv_heads, block_size, head_dim = pages.shape
+    num_blocks, _, num_kv_heads, block_size, _ = pages.shape
     past, place = jnp.asarray(tiles.past)[:, None], jnp.asarray(tiles.place)[:, None]
     committed = position < past
     if ring is None:
@@ -145,28 +150,25 @@ def _read_tile(
         hole = position < past - ring * block_size
     block = jnp.clip(block, 0, num_blocks - 1)
     # One row a head, slot and kind, so that the gather itself brings heads in front of positions.
-    rows = pages.reshape(-1, head_dim)
     head = (jnp.arange(num_kv_heads) * block_size)[:, None]
     key_row = (block * 2 * num_kv_heads * block_size + position % block_size)[:, None, :] + head
-    taken = [
-        rows.at[key_row + kind * num_kv_heads * block_size].get(mode="promise_in_bounds") for kind in (0, 1)
-    ]
+    index = jnp.clip(position - past + tiles.row_start[:, None], 0, staged.shape[0] - 1)
+    index = (index * 2 * num_kv_heads)[:, None, :] + jnp.arange(num_kv_heads)[:, None]
 
-    committed = committed[:, None, :, None]
-    if tile_size == 1:
-        fresh = staged[tiles.start][:, :, :, None, :]
-        merged = [jnp.where(committed, taken[kind], fresh[:, kind]) for kind in (0, 1)]
-    else:
-        index = jnp.clip(position - past + tiles.row_start[:, None], 0, staged.shape[0] - 1)
-        index = (index * 2 * num_kv_heads)[:, None, :] + jnp.arange(num_kv_heads)[:, None]
-        fresh_rows = staged.reshape(-1, head_dim)
-        merged = [
-            jnp.where(
-                committed,
-                taken[kind],
-                fresh_rows.at[index + kind * num_kv_heads].get(mode="promise_in_bounds"),
-            )
-            for kind in (0, 1)
-        ]
-    keys, values = (part.astype(jnp.float32) for part in merged)
-    return keys, values, hole
+    def read(fresh: jax.Array, held: jax.Array, kind: int) -> jax.Array:
+        """float32[tiles, kv_heads, KEY_TILE, n] of fresh[.., n] and held[.., n]."""
+        rows = held.reshape(-1, held.shape[-1])
+        taken = rows.at[key_row + kind * num_kv_heads * block_size].get(mode="promise_in_bounds")
+        if tile_size == 1:
+            merged = fresh[tiles.start][:, kind, :, None, :]
+        else:
+            fresh_rows = fresh.reshape(-1, fresh.shape[-1])
+            merged = fresh_rows.at[index + kind * num_kv_heads].get(mode="promise_in_bounds")
+        return jnp.where(committed[:, None, :, None], taken, merged).astype(jnp.float32)
+
+    read_rows = [read(staged, pages, kind) for kind in (0, 1)]
+    if scales is not None:
+        # A row of one element each.
+        of_staged, of_pages = (part[..., None] for part in scales)
+        read_rows = [rows * read(of_staged, of_pages, kind) for kind, rows in enumerate(read_rows)]
+    return read_rows, hole

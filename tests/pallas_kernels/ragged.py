@@ -8,7 +8,7 @@ import functools
 import jax
 import numpy as np
 
-from pallas_kernels import KEY_TILE, make_query_tiles, max_query_tiles, paged_attention
+from pallas_kernels import KEY_TILE, make_query_tiles, max_query_tiles, paged_attention, quantise
 
 HOLES = (-1, -(2**31), 2**31 - 1)
 """Table entries outside any pool; tests add the pool's own size, the nearest one."""
@@ -92,6 +92,7 @@ class Step:
     scale: float
     spans: tuple[slice, ...]
     extras: Extras = PLAIN
+    scales: tuple[np.ndarray, np.ndarray] | None = None
 
 
 def to_pages(slots: np.ndarray) -> np.ndarray:
@@ -189,12 +190,51 @@ def lay_out(
     return Step(query, staged, to_pages(slots), table, tiles, shape, geometry.scale, tuple(spans), extras)
 
 
+def lay_out_codes(
+    seed: int,
+    geometry: Geometry,
+    code: str,
+    sequences: list[Sequence],
+    rows: list[Row],
+    shape: Shape,
+    extras: Extras = PLAIN,
+    dead: float = np.nan,
+) -> tuple[Step, list[Sequence]]:
+    """Lays the sequences out as codes and scales, and returns what these stand for, in float64.
+
+    What no row may read has scales of `dead`, and codes of NaN if there are such.
+    """
+    fill = dead if np.dtype(code).kind != "i" else -128
+
+    def lay(layout: Geometry, parts: list[Sequence], empty: float) -> Step:
+        # The same seed thrice gives the same table.
+        return lay_out(np.random.default_rng(seed), layout, parts, rows, shape, empty, extras)
+
+    codes, scales, meant = [], [], []
+    for one in sequences:
+        kv = [quantise(part, np.dtype(code)) for part in (one.key, one.value)]
+        codes.append(Sequence(one.query, *(np.asarray(part) for part, _ in kv)))
+        scales.append(Sequence(one.query[..., :1], *(np.asarray(scale)[..., None] for _, scale in kv)))
+        products = [
+            np.asarray(part).astype(np.float64) * np.asarray(scale, np.float64)[..., None]
+            for part, scale in kv
+        ]
+        meant.append(Sequence(one.query, *products))
+    step = lay(geometry, sequences, dead)
+    held = lay(dataclasses.replace(geometry, dtype=code), codes, fill)
+    factors = lay(dataclasses.replace(geometry, dtype="float32", head_dim=1), scales, dead)
+    return dataclasses.replace(
+        step,
+        staged=held.staged,
+        pages=held.pages,
+        scales=(factors.staged[..., 0], factors.pages[..., 0]),
+    ), meant
+
+
 # Ring and window are data here, so that their many values share a program.
 @functools.partial(jax.jit, static_argnames=("tile_size", "scale", "softcap"))
-def _attention(query, staged, pages, block_table, tiles, sinks, window, ring, **static):
-    return paged_attention(
-        query, staged, pages, block_table, tiles, sinks=sinks, window=window, ring=ring, **static
-    )
+def _attention(query, staged, pages, block_table, tiles, **options):
+    return paged_attention(query, staged, pages, block_table, tiles, **options)
 
 
 def attend(step: Step) -> list[np.ndarray]:
@@ -206,9 +246,10 @@ def attend(step: Step) -> list[np.ndarray]:
         step.pages,
         step.block_table,
         step.tiles,
-        None if sinks is None else np.array(sinks, np.float32),
-        step.extras.window,
-        step.extras.ring,
+        sinks=None if sinks is None else np.array(sinks, np.float32),
+        window=step.extras.window,
+        ring=step.extras.ring,
+        scales=step.scales,
         tile_size=step.shape.tile_size,
         scale=step.scale,
         softcap=step.extras.softcap,
