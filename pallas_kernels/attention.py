@@ -14,7 +14,10 @@ from pallas_kernels.quantisation import LARGEST_CODE
 from pallas_kernels.tiles import QueryTiles
 
 _HOPPER = ("9.0",)
+_LARGEST_TILE = 128
 _HALVES = ("bfloat16", "float16")
+_FEWEST_SCALES = 16
+"""Slots of a block at least if they have scales: both kinds' are copied at once, 128 bytes or more."""
 
 
 def paged_attention(
@@ -88,8 +91,8 @@ def paged_attention(
         return exact_attention(query, staged, pages, block_table, tiles, **options)
 
     # Only where it is used: Mosaic GPU takes a second to import.
-    from pallas_kernels.mosaic import attention as kernel
     from pallas_kernels.mosaic import packing, units
+    from pallas_kernels.mosaic.walk import Layer
     from pallas_kernels.tuning import attention_tuning
 
     group = query.shape[1] // num_kv_heads
@@ -98,7 +101,7 @@ def paged_attention(
         head_dim,
         tile_size * group,
         tiles.place.shape[0] * num_kv_heads,
-        reach if window is None else min(reach, window + tile_size),
+        reach if window is None else min(reach, window + _LARGEST_TILE),
         batch_invariant=batch_invariant,
     )
     return packing.ragged_attention(
@@ -108,8 +111,9 @@ def paged_attention(
         block_table,
         tiles,
         sinks,
+        scales,
         tile_size=tile_size,
-        layer=kernel.Layer(group, scale, window, softcap, ring),
+        layer=Layer(group, scale, window, softcap, ring),
         tuning=tuning,
         units=units.INTERPRETED if place == "interpret" else units.TENSOR_CORES,
         interpret=interpretation() if place == "interpret" else False,
@@ -169,7 +173,9 @@ def _refusal(query: Shaped, staged: Shaped, pages: Shaped, tile_size: int, backe
     group = query.shape[1] // pages.shape[2]
     # The interpreter multiplies anything, which shows the algorithm without the rounding of short types.
     types = (*_HALVES, "float32") if backend == "interpret" else _HALVES
-    if not query.dtype == staged.dtype == pages.dtype or str(query.dtype) not in types:
+    quantised = np.dtype(pages.dtype) in LARGEST_CODE
+    fitting = quantised or query.dtype == staged.dtype == pages.dtype
+    if not fitting or str(query.dtype) not in types:
         return f"it takes one of {', '.join(types)}, not {query.dtype} queries and {pages.dtype} pages"
     if swizzle_of(head_dim, 2) is None or most_rows(head_dim) == 0:
         return f"it takes heads in steps of 16 elements up to 256, not {head_dim}"
@@ -177,6 +183,8 @@ def _refusal(query: Shaped, staged: Shaped, pages: Shaped, tile_size: int, backe
         return f"it takes {most_rows(head_dim)} packed queries a tile, not {tile_size} of {group} heads each"
     if any(block_size % 8 or (tile % block_size and block_size % tile) for tile in _key_tiles(head_dim)):
         return f"it takes blocks of 8, 16, 32 or multiples of {max(_key_tiles(head_dim))} slots, not {block_size}"
+    if quantised and block_size < _FEWEST_SCALES:
+        return f"it takes blocks of {_FEWEST_SCALES} slots or more with scales, not {block_size}"
     return None
 
 

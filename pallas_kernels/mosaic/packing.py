@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic.attention import STAGED_ALIGNMENT, Layer, Tuning, attention
+from pallas_kernels.mosaic.attention import attention
 from pallas_kernels.mosaic.units import ROWS, Units
+from pallas_kernels.mosaic.walk import STAGED_ALIGNMENT, Layer, Tuning
 from pallas_kernels.tiles import QueryTiles
 
 
@@ -19,6 +20,7 @@ def ragged_attention(
     block_table: jax.Array,
     tiles: QueryTiles,
     sinks: jax.Array | None,
+    scales: tuple[jax.Array, jax.Array] | None,
     *,
     tile_size: int,
     layer: Layer,
@@ -47,11 +49,12 @@ def ragged_attention(
     slot = own_start[tile] + tiles.start[tile] - tiles.row_start[tile] + nth
     is_token = (nth >= 0) & (nth < tiles.num_queries[tile])
     num_slots = -(-num_tokens // STAGED_ALIGNMENT) * STAGED_ALIGNMENT
-    num_slots += num_tiles * STAGED_ALIGNMENT + tuning.staged_tile
-    slots = jnp.zeros((num_slots, 2 * kv_heads, head_dim), staged.dtype)
-    slots = slots.at[jnp.where(is_token, slot, num_slots)].set(
-        staged.reshape(num_tokens, 2 * kv_heads, head_dim), mode="drop"
-    )
+    num_slots += num_tiles * STAGED_ALIGNMENT + tuning.key_tile
+    slots = _in_slots(staged.reshape(num_tokens, 2 * kv_heads, head_dim), is_token, slot, num_slots)
+    kernel_scales = None
+    if scales is not None:
+        in_slots = _in_slots(scales[0], is_token, slot, num_slots)
+        kernel_scales = (in_slots.transpose(1, 2, 0), jnp.asarray(scales[1]))
 
     first = tiles.past + tiles.start - tiles.row_start
     low = jnp.zeros_like(first) if layer.window is None else jnp.maximum(first - layer.window + 1, 0)
@@ -75,6 +78,7 @@ def ragged_attention(
         jnp.asarray(block_table),
         meta.astype(jnp.int32),
         sink_rows,
+        kernel_scales,
         used=rows if rows > ROWS else -(-tile_size * group // 8) * 8,
         layer=layer,
         tuning=tuning,
@@ -92,6 +96,12 @@ def _aligned_starts(tiles: QueryTiles) -> jax.Array:
     row_start = jnp.asarray(tiles.row_start)
     row = jnp.cumsum((tiles.start == tiles.row_start) & (tiles.num_queries > 0)) - 1
     return (-(-row_start // STAGED_ALIGNMENT) + jnp.maximum(row, 0)) * STAGED_ALIGNMENT
+
+
+def _in_slots(tokens: jax.Array, is_token: jax.Array, slot: jax.Array, num_slots: int) -> jax.Array:
+    """Lays [tokens, ...] out as [num_slots, ...], zero where there is no token."""
+    slots = jnp.zeros((num_slots, *tokens.shape[1:]), tokens.dtype)
+    return slots.at[jnp.where(is_token, slot, num_slots)].set(tokens, mode="drop")
 
 
 def _merge(output: jax.Array, total: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import functools
 import importlib.resources
 import json
 
-from pallas_kernels.mosaic.attention import Tuning
+from pallas_kernels.mosaic.walk import Tuning
 
 _FEWEST_TILES = 4
 _MOST_FIXED_SPLITS = 16

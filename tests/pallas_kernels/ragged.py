@@ -114,6 +114,16 @@ def random_sequence(rng: np.random.Generator, geometry: Geometry, length: int) -
     return Sequence(draw(geometry.num_heads), draw(geometry.num_kv_heads), draw(geometry.num_kv_heads))
 
 
+def uneven(rng: np.random.Generator, sequence: Sequence) -> Sequence:
+    """Keys and values of unequal magnitudes, so that a scale at the wrong place shows."""
+    factors = 4.0 ** rng.integers(-2, 1, (2, *sequence.key.shape[:2], 1))
+    key, value = (
+        (part * factor).astype(part.dtype)
+        for part, factor in zip((sequence.key, sequence.value), factors, strict=True)
+    )
+    return Sequence(sequence.query, key, value)
+
+
 def reference(
     sequence: Sequence, row: Row, scale: float, dead: frozenset[int] = frozenset(), extras: Extras = PLAIN
 ) -> np.ndarray:

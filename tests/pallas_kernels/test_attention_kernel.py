@@ -74,7 +74,8 @@ def program(geometry: Geometry, extras: Extras, tile_size: int, batch_invariant:
 def attend(step: Step, geometry: Geometry, extras: Extras, batch_invariant: bool = False) -> list[np.ndarray]:
     run = program(geometry, extras, step.shape.tile_size, batch_invariant)
     sinks = None if extras.sinks is None else np.array(extras.sinks, np.float32)
-    out = np.array(run(step.query, step.staged, step.pages, step.block_table, step.tiles, sinks=sinks))
+    arguments = (step.query, step.staged, step.pages, step.block_table, step.tiles)
+    out = np.array(run(*arguments, sinks=sinks, scales=step.scales))
     return [out[span] for span in step.spans]
 
 

@@ -16,12 +16,14 @@ from tests.pallas_kernels.ragged import (
     Extras,
     Geometry,
     Row,
+    Sequence,
     Shape,
     attend,
     lay_out,
     lay_out_codes,
     random_sequence,
     reference,
+    uneven,
 )
 
 LONGEST = 300
@@ -36,11 +38,8 @@ def shape_for(tokens: int, tile_size: int) -> Shape:
     return Shape(tokens, tile_size, rows=3, columns=columns, num_blocks=3 * columns + 3)
 
 
-def sequence_of(rng: np.random.Generator, length: int):
-    """Keys and values of unequal magnitudes, so that a scale at the wrong place shows."""
-    one = random_sequence(rng, GEOMETRY, length)
-    factors = 4.0 ** rng.integers(-2, 2, (2, *one.key.shape[:2], 1)).astype(np.float32)
-    return dataclasses.replace(one, key=one.key * factors[0], value=one.value * factors[1])
+def sequence_of(rng: np.random.Generator, length: int) -> Sequence:
+    return uneven(rng, random_sequence(rng, GEOMETRY, length))
 
 
 @each_code
