@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from tests.hopper.compiling import compile_for_hopper
 from tests.hopper.instructions import LOADS, MATH, Kind, share
 from tests.hopper.kernel import Kernel
-from tests.hopper.registered import KERNELS, Registered
+from tests.hopper.registered import Registered
+from tests.hopper.registry import KERNELS
 
 HEADER = (
     "Kernel",
