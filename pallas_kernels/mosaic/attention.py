@@ -26,7 +26,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.bringing import KINDS, Ring, Sources, bring, bring_codes
 from pallas_kernels.mosaic.units import ROWS, Units
-from pallas_kernels.mosaic.walk import META, Extent, Layer, Pool, Tuning, Walk
+from pallas_kernels.mosaic.walk import META, Extent, Layer, Pool, Walk
+from pallas_kernels.tuning import Tuning
 
 _LOG2E = math.log2(math.e)
 _WIDE, _NARROW = 128, 64

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.mosaic.attention import attention
 from pallas_kernels.mosaic.units import ROWS, Units
-from pallas_kernels.mosaic.walk import STAGED_ALIGNMENT, Layer, Tuning
+from pallas_kernels.mosaic.walk import STAGED_ALIGNMENT, Layer
 from pallas_kernels.tiles import QueryTiles
+from pallas_kernels.tuning import Tuning
 
 
 def ragged_attention(

@@ -14,30 +14,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.tuning import Tuning
+
 STAGED_ALIGNMENT = 8
 """Rows at whose multiples a bulk copy may begin in an array that lies in tiles of eight rows."""
 
 META = 7
 """Numbers that a query tile comes with; see `attention`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tuning:
-    """How the work is cut; changes no result but by rounding.
-
-    Attributes:
-        key_tile: Keys of a step through the pages; a multiple of 64.
-        staged_tile: Keys of a step through this step's tokens; a multiple of 16, at most `key_tile`.
-        stages: Buffers of the ring, each for a key tile and its values.
-        splits: Thread blocks that share a query tile's committed keys.
-        split_tiles: Key tiles of each split; None divides each row's tiles among all.
-    """
-
-    key_tile: int
-    staged_tile: int
-    stages: int
-    splits: int = 1
-    split_tiles: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,10 +10,27 @@ import functools
 import importlib.resources
 import json
 
-from pallas_kernels.mosaic.walk import Tuning
-
 _FEWEST_TILES = 4
 _MOST_FIXED_SPLITS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How the work is cut; changes no result but by rounding.
+
+    Attributes:
+        key_tile: Keys of a step through the pages; a multiple of 64.
+        staged_tile: Keys of a step through this step's tokens; a multiple of 16, at most `key_tile`.
+        stages: Buffers of the ring, each for a key tile and its values.
+        splits: Thread blocks that share a query tile's committed keys.
+        split_tiles: Key tiles of each split; None divides each row's tiles among all.
+    """
+
+    key_tile: int
+    staged_tile: int
+    stages: int
+    splits: int = 1
+    split_tiles: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import chex
@@ -121,6 +123,16 @@ def test_R5_on_a_cpu_a_state_settles_for_plain_jax():
     assert state.control.kernels == Kernels(("xla",), "xla", PREFILL_TILE)
     with pytest.raises(ValueError, match=r"paged-attention kernel can't be used, .* give backend='xla'"):
         je.init_state(MODEL, dataclasses.replace(CONFIG, backend="mosaic_gpu"))
+
+
+def test_R5_on_a_cpu_the_machinery_of_gpu_kernels_is_not_imported():
+    code = (
+        "import sys, numpy, jaxengine, onnx_import, jaxengine.kernels as kernels\n"
+        "layer = onnx_import.AttentionSpec(0, 4, 2, 64, 1.0, numpy.dtype('float32'))\n"
+        "kernels.choose_kernels([layer], jaxengine.EngineConfig(max_batch_size=1, num_blocks=4, block_size=8))\n"
+        "sys.exit('jax.experimental.pallas.mosaic_gpu' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_R5_on_a_gpu_each_layer_that_a_kernel_takes_runs_in_it_and_others_warn_once(monkeypatch):

@@ -177,6 +177,20 @@ def test_R2_a_row_keeps_its_bits_in_any_company_in_the_invariant_mode(data, seed
 
 
 @interpreted
+@settings(max_examples=3)
+@given(past=st.integers(0, LONGEST - 10), other=st.integers(0, LONGEST - 10), seed=seeds)
+def test_R2_a_decode_row_keeps_its_bits_beside_a_prompt_in_the_invariant_mode(past, other, seed):
+    geometry, extras, tile_size, _ = CASES["prefill by two warpgroups"]
+    rng = np.random.default_rng(seed)
+    rows = [Row(past, 1), Row(other, 9)]
+    sequences = [random_sequence(rng, geometry, row.past + row.count) for row in rows]
+    step = lay_out(rng, geometry, sequences, rows, shape_for(geometry, tile_size))
+    mixed = attend(step, geometry, extras, batch_invariant=True)[0]
+    alone = lay_out(rng, geometry, sequences[:1], rows[:1], shape_for(geometry, DECODE))
+    np.testing.assert_array_equal(attend(alone, geometry, extras, batch_invariant=True)[0], mixed)
+
+
+@interpreted
 def test_C25_scores_beyond_float16_stay_finite():
     geometry, rng = Geometry(2, 1, 256, 16, "float16"), np.random.default_rng(0)
     row, shape = Row(90, 1), Shape(1, DECODE, 1, 8, 12)
