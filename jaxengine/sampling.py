@@ -1,13 +1,14 @@
 """Choosing a token for each row: its logits edited, then arg-max, or temperature, top-k, top-p and min-p and a draw.
 
-Rows run one after the other through one small program, so a row's choice cannot depend on its company, and what a row
-leaves off is skipped: a greedy row pays for an arg-max only. A row's logits lie in `_COLUMNS` columns, so that every
-sum is one of columns, which XLA on CPU adds in a fixed order and with vectors; nothing is sorted. Ties go to the lowest
-id everywhere.
+On a processor rows run one after the other through one small program, so a row's choice cannot depend on its company,
+and what a row leaves off is skipped: a greedy row pays for an arg-max only. On a GPU they run side by side. A row's
+logits lie in `_COLUMNS` columns, so that every sum is one of columns, which XLA on CPU adds in a fixed order and with
+vectors; nothing is sorted. Ties go to the lowest id everywhere.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -111,7 +112,7 @@ def choose(
 ) -> Choice:
     """Chooses one token a row; traced under jit.
 
-    A row's result has the same bits whatever other rows there are, how far `history` and the biases are padded, and
+    On a CPU a row's result has the same bits whatever the other rows are, how far `history` and biases are padded, and
     whether `edits` and `top` are given. Its random numbers depend on its seed, its position and the purpose only.
 
     Args:
@@ -169,7 +170,10 @@ def choose(
         needed = (jnp.asarray(rows.temperature)[i] > 0) | edited[i]
         return jax.lax.cond(needed, work, lambda i: (best[i], finite[i], None), i)
 
-    tokens, good, logprobs = jax.lax.map(one, jnp.arange(count))
+    # A processor takes rows one by one, each through what it asks for alone; a GPU takes all side by side.
+    tokens, good, logprobs = jax.lax.platform_dependent(
+        jnp.arange(count), cuda=jax.vmap(one), default=functools.partial(jax.lax.map, one)
+    )
     return Choice(tokens, good & clean, logprobs)
 
 
@@ -255,7 +259,9 @@ def _head(
         def reaches(kept: jax.Array) -> jax.Array:
             return _total(jnp.where(kept, weights, 0.0)) >= needed
 
-        lowest, highest = _ordered(jnp.float32(-jnp.inf)), _ordered(best[0])
+        highest = _ordered(best[0])
+        # Where rows go side by side, one that has no need to search ends at once.
+        lowest = jnp.where(reached.any(), highest, _ordered(jnp.float32(-jnp.inf)))
         floor = _from_ordered(
             _last_true(lambda place: reaches(values >= _from_ordered(place)), lowest, highest)
         )

@@ -73,7 +73,12 @@ def usable(row):
     return np.isfinite(edited(row, KNOWN).max())
 
 
-@pytest.fixture(scope="module", params=[1, 128])
+def side_by_side(rows, *, cuda, default):
+    """`jax.lax.platform_dependent` as on a GPU."""
+    return cuda(rows)
+
+
+@pytest.fixture(scope="module", params=["listed", "searched", "side by side"])
 def choose_all(request):
     """All rows' distributions; with one id listed in order, the filters have to search."""
 
@@ -82,7 +87,9 @@ def choose_all(request):
         return sampling.choose(logits, rows, edits, known_ids=KNOWN, top=VOCAB, processed=processed)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "_LISTED", request.param)
+        patch.setattr(sampling, "_LISTED", 1 if request.param == "searched" else 128)
+        if request.param == "side by side":
+            patch.setattr(jax.lax, "platform_dependent", side_by_side)
         compiled = jax.jit(everything)
         row = [Row(np.zeros(VOCAB))] * ROWS
         compiled(logits_of(row), settings_of(row), edits_of(row))
