@@ -16,6 +16,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_folder(tmp_path_factory.mktemp("tiny"))
 
 
+# Where the tests themselves were started in the background, their children would inherit that Ctrl-C is ignored.
+AS_FROM_A_SHELL = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, "-m", "jaxengine.cli", *sys.argv[1:]])
+"""
+
+
 @pytest.fixture
 def start():
     """Starts the command with pipes; what still runs at the end is killed."""
@@ -23,7 +31,7 @@ def start():
 
     def start(*words: object) -> "subprocess.Popen[bytes]":
         pipe = subprocess.PIPE
-        command = [sys.executable, "-m", "jaxengine.cli", *map(str, words)]
+        command = [sys.executable, "-c", AS_FROM_A_SHELL, *map(str, words)]
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=ROOT)
         started.append(process)
         return process
