@@ -69,69 +69,37 @@ NEWEST = newest_python()
 
 @nox.session(name="tests-newest", python=NEWEST)
 def tests_newest(session: nox.Session) -> None:
-    """Fast tests of the core of each package, so that a deprecation is seen early."""
+    """Fast tests of the core of each package, so that a deprecation is seen early, and what `hopper` does."""
     if NEWEST is None:
         session.skip("this machine has no newer Python than {}.{}".format(*sys.version_info))
     session.install("--upgrade", "--upgrade-strategy=eager", "-e", ".[test]")
     session.run("python", "-c", "import sys, jax; print(sys.version, 'JAX', jax.__version__)")
-    core = {
-        "jaxengine": (
-            *(
-                "attention_in_engine",
-                "engine",
-                "events",
-                "exactness",
-                "fixed_state",
-                "handover",
-                "kernels_in_engine",
-                "lifecycle",
-                "logs",
-            ),
-            *(
-                "memory",
-                "planning",
-                "programs",
-                "sampling",
-                "streams",
-                "threads",
-                "toy",
-                "transaction",
-            ),
-            *("turns", "windows"),
-        ),
-        "onnx_import": ("logits", "exactness", "families"),
-    }
+    engine = "attention_in_engine engine kernels_in_engine lifecycle planning programs sampling streams toy transaction"
+    core = {"jaxengine": engine.split(), "onnx_import": ["logits"]}
     files = [f"tests/{package}/test_{name}.py" for package, names in core.items() for name in names]
     chosen = ["tests/pallas_kernels", *files]
     session.run("pytest", *IN_PARALLEL, "-m", "not slow and not demo", *chosen, *session.posargs)
+    _compile_for_hopper(session)
 
 
 # CUDA 13's assembler and disassembler, and what XLA links; a fixed release, since figures in tests depend on it.
 CUDA = tuple(f"{wheel}==13.5.37" for wheel in ("nvidia-cuda-nvcc", "nvidia-cuda-nvdisasm", "nvidia-nvvm"))
 
 
-@nox.session
+@nox.session(default=False)
 def hopper(session: nox.Session) -> None:
     """Kernels and programs compiled for an NVIDIA Hopper card, which needs no GPU."""
+    session.install("-e", ".[test]")
     _compile_for_hopper(session)
 
 
-@nox.session(name="hopper-newest", python=NEWEST)
-def hopper_newest(session: nox.Session) -> None:
-    """The same with the newest JAX, since it's the compiler of the kernels."""
-    if NEWEST is None:
-        session.skip("this machine has no newer Python than {}.{}".format(*sys.version_info))
-    _compile_for_hopper(session, "--upgrade", "--upgrade-strategy=eager")
-
-
-def _compile_for_hopper(session: nox.Session, *how: str) -> None:
-    session.install(*how, "-e", ".", "hypothesis>=6.130", "pytest>=8.4", "pytest-xdist>=3.8")
+def _compile_for_hopper(session: nox.Session) -> None:
     version = session.run("python", "-c", "import jax; print(jax.__version__)", silent=True).strip()
     # Without what they require: the libraries of CUDA are several gigabytes, and only a GPU needs them.
     plugin = [f"jax-cuda13-{part}=={version}" for part in ("plugin", "pjrt")]
     session.install("--no-deps", *plugin, *CUDA)
     session.env["JAX_PLATFORMS"] = "cpu"  # nothing here runs on a GPU, not even where there is one
-    session.run("pytest", "-n", "auto", "-m", "hopper", "tests/hopper", *session.posargs)
+    session.run("pytest", *IN_PARALLEL, "-m", "hopper", "tests/hopper", *session.posargs)
 
 
 def _pinned(*tools: str) -> list[str]:

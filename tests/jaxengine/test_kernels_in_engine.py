@@ -140,11 +140,11 @@ def test_R5_on_a_gpu_each_layer_that_a_kernel_takes_runs_in_it_and_others_warn_o
     backends.warn_once.cache_clear()
     config = je.EngineConfig(deterministic=True)
     narrow = dataclasses.replace(HALF, layer=1, num_heads=8, head_dim=64)
-    assert choose_kernels((HALF, narrow), config) == Kernels(("mosaic_gpu",) * 2, "mosaic_gpu", 48, True)
+    assert choose_kernels((HALF, narrow), config) == Kernels(("mosaic_gpu",) * 2, "mosaic_gpu", 32, True)
     odd = dataclasses.replace(HALF, head_dim=72)
     with pytest.warns(UserWarning, match="paged-attention kernel is not used, .* not 72"):
         chosen = choose_kernels((odd, narrow), config)
-    assert chosen == Kernels(("xla", "mosaic_gpu"), "mosaic_gpu", 192, True)
+    assert chosen == Kernels(("xla", "mosaic_gpu"), "mosaic_gpu", 128, True)
     assert choose_kernels((odd, HALF), dataclasses.replace(config, backend="xla")).attention == ("xla",) * 2
     # A second choice says nothing new.
     assert choose_kernels((odd, HALF), config).attention == ("xla", "mosaic_gpu")
@@ -152,7 +152,7 @@ def test_R5_on_a_gpu_each_layer_that_a_kernel_takes_runs_in_it_and_others_warn_o
 
 @pytest.mark.parametrize(
     ("limits", "tile"),
-    [({}, 48), ({"max_scheduled_tokens": 40}, 40), ({"chunk_size": 20}, 20), ({"chunk_size": 1}, 16)],
+    [({}, 32), ({"max_scheduled_tokens": 24}, 24), ({"chunk_size": 20}, 20), ({"chunk_size": 1}, 16)],
 )
 def test_R1_a_kernels_tiles_of_prefill_hold_no_more_than_a_row_can_have(limits, tile):
     assert choose_kernels((HALF,), je.EngineConfig(backend="mosaic_gpu", **limits)).prefill_tile == tile

@@ -465,7 +465,7 @@ class Machine(RuleBasedStateMachine):
 
 @pytest.mark.slow
 def test_P2_F8_random_commands_and_faults_agree_with_the_twin(thorough):
-    wanted = 500_000 if thorough else 20_000
+    wanted = 500_000 if thorough else 12_000
     for seed in itertools.count():
         if DONE["commands"] >= wanted and (not missing() or DONE["commands"] >= 2 * wanted):
             break

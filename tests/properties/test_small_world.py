@@ -218,7 +218,7 @@ def check_that_steps_come_to_an_end(search):
 
 WORLDS = {
     # Settings and turns of a request; depth and states of the short search; depth and states of the thorough one.
-    "stop": ({}, 1, (12, 6824), (18, 22135)),
+    "stop": ({}, 1, (10, 3045), (18, 22135)),
     "no preemption": ({"preemption": "none"}, 1, (8, 841), (99, 14394)),  # closed at depth 24
     "isolate": ({"failure_policy": "isolate"}, 1, (8, 1174), (12, 12616)),
     "two turns": ({}, 2, (8, 1026), (12, 22132)),
